@@ -1,0 +1,41 @@
+"""What spindle raises when the fault is in what it was given.
+
+    SpindleError
+    ├── ModelNotFound        a name that is no model here, and the command that would bring it
+    ├── CheckpointError      a file that is missing, damaged, or does not fit its config.json
+    ├── ConfigError          a config.json that asks for a computation we do not do
+    ├── TokenizerError       a tokenizer.json that cannot be read or is of an unknown kind
+    ├── RequestError         a prompt or a sampling parameter that cannot be honoured (a ValueError too)
+    └── NumericsError        logits that are no distribution: NaN, +inf, or nothing but -inf
+
+A message names the thing, says what was wrong with it, and says what would be right. It is raised
+before anything has changed. Asserts are for what cannot happen; these are for what users do.
+"""
+
+
+class SpindleError(Exception):
+    """The root of every error that spindle raises on purpose."""
+
+
+class ModelNotFound(SpindleError):
+    """A model that is neither bundled, nor a directory, nor in the cache, nor to be downloaded."""
+
+
+class CheckpointError(SpindleError):
+    """A checkpoint whose files are missing, damaged, or disagree with its config.json."""
+
+
+class ConfigError(SpindleError):
+    """A config.json that asks for something we would compute wrongly, so we refuse by name."""
+
+
+class TokenizerError(SpindleError):
+    """A tokenizer that is missing, unreadable, or of a kind we do not decode."""
+
+
+class RequestError(SpindleError, ValueError):
+    """A prompt or a parameter that cannot be honoured; nothing has been changed."""
+
+
+class NumericsError(SpindleError, ArithmeticError):
+    """Logits from which nothing can be sampled."""
