@@ -1,0 +1,1 @@
+"""One stream: the engine, what it samples with, and what it measures."""

@@ -1,0 +1,87 @@
+"""Every op in plain torch: the specification that each faster form is tested against.
+
+T tokens this step, S visible keys, H query heads, Hk key/value heads, D head size, E width.
+Statistics, angles and the softmax are computed in float32 at least, whatever the inputs are in.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def wide(x: Tensor) -> Tensor:
+    """`x` in float32, or in float64 if that is what it is."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, K] times weight [N, K] transposed, plus bias [N] -> [T, N]."""
+    return F.linear(x, weight, bias)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Shift and scale each row of x [T, E] to mean 0, variance 1 (Ba et al. 2016), then affine."""
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Add x [T, E] to the residual, then normalise the sum; returns (normed, residual).
+
+    The residual that was passed in is consumed: use the returned one.
+    """
+    residual = residual + x
+    return layer_norm(residual, weight, bias, eps), residual
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Each row of x [T, E] at root mean square 1, times weight [E] (Zhang & Sennrich 2019)."""
+    h = wide(x)
+    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+    return weight * h.to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add x [T, E] to the residual, then RMS-normalise the sum; returns (normed, residual).
+
+    The residual that was passed in is consumed: use the returned one.
+    """
+    residual = residual + x
+    return rms_norm(residual, weight, eps), residual
+
+
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate q [T, H, D] and k [T, Hk, D], in place, by the angles of cos, sin [T, D/2].
+
+    Dimension i is paired with i + D/2, as Hugging Face's checkpoints have it (the paper pairs
+    2i with 2i + 1: Su et al. 2021, equation 34; the two differ by a permutation of the weights).
+    """
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [T, 1, D/2]
+    for x in (q, k):
+        a, b = x.chunk(2, dim=-1)  # [T, heads, D/2] each
+        x.copy_(torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1))
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up for gate_up [T, 2F], gate first (Shazeer 2020, SwiGLU) -> [T, F]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> Tensor:
+    """Causal attention of one sequence's new queries over all of its keys.
+
+    q [T, H, D] are the tokens at positions start .. start+T-1; k, v [S, Hk, D] those at 0 .. S-1,
+    with S = start + T. Query t sees key j when j <= start + t. Each key head serves H / Hk query
+    heads, and is never copied for them (Ainslie et al. 2023, GQA). Returns [T, H, D].
+    """
+    T, H, D = q.shape
+    S, Hk, _ = k.shape
+    q = q.reshape(T, Hk, H // Hk, D)
+    scores = torch.einsum("tkgd,skd->kgts", wide(q), wide(k)) * scale  # [Hk, G, T, S]
+    hidden = torch.ones(T, S, dtype=torch.bool, device=q.device).triu(start + 1)
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+    return torch.einsum("kgts,skd->tkgd", weights, wide(v)).reshape(T, H, D).to(q.dtype)

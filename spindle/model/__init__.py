@@ -1,0 +1,1 @@
+"""Mathematics: the forward passes. A model owns its weights and nothing that changes."""
