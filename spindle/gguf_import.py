@@ -1,0 +1,275 @@
+"""A GGUF file of a Llama model -> an ordinary Hugging Face directory, with exactly its values.
+
+GGUF (the format of llama.cpp) keeps metadata, tokenizer and tensors in one file, the tensors in
+blocks of 32 small integers that share a scale: Q8_0 is `scale * q`, Q4_1 is `scale * q + minimum`.
+Written out as float32 nothing is lost, only the file grows; any library then reads it.
+
+Three things differ from the Hugging Face layout: the names; the order of the rows of q and k
+(llama.cpp rotates neighbouring pairs, Hugging Face the two halves of a head); and a tied output
+head, which the file simply does not contain. What the metadata states is taken from there, what we
+would convert wrongly is refused by name. The keys: "GGUF", in the documentation of ggml.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from spindle.errors import CheckpointError
+
+Metadata = dict[str, Any]
+
+WHOLE_MODEL = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+ONE_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+# Without these there is nothing to go by.
+REQUIRED = (
+    "llama.attention.head_count",
+    "llama.attention.layer_norm_rms_epsilon",
+    "llama.block_count",
+    "llama.context_length",
+    "llama.embedding_length",
+    "llama.feed_forward_length",
+    "llama.vocab_size",
+    "tokenizer.ggml.merges",
+    "tokenizer.ggml.token_type",
+    "tokenizer.ggml.tokens",
+)
+# Another value here would need another conversion; None stands for a key that the file lacks.
+CONVERTED = {
+    "general.architecture": ("llama",),
+    "llama.rope.scale_linear": (None, 1.0),
+    "llama.rope.scaling.type": (None, "none"),
+    "tokenizer.ggml.model": ("gpt2",),
+    "tokenizer.ggml.pre": ("smollm",),
+    "tokenizer.ggml.add_bos_token": (None, False),
+}
+CONTROL_TOKEN, USER_TOKEN = 3, 4
+
+
+def convert(
+    file: Path, directory: Path, on_bytes: Callable[[int], object] = lambda size_bytes: None
+) -> None:
+    """Write the Llama model in the GGUF `file` into `directory` as a Hugging Face checkpoint.
+
+    `directory` exists and gains config.json, generation_config.json, tokenizer.json,
+    tokenizer_config.json and model.safetensors (float32). `on_bytes` hears how many bytes each
+    write added. CheckpointError when the file is no GGUF file or holds something that would be
+    converted wrongly.
+    """
+    metadata, tensors = read(file)
+    check_convertible(metadata, file)
+    names = {tensor.name: hugging_face_name(tensor.name, file) for tensor in tensors}
+    check_complete(set(names), metadata, file)
+    documents = {
+        "config.json": model_config(metadata, tied="output.weight" not in names),
+        "generation_config.json": special_ids(metadata),
+        "tokenizer.json": json.loads(tokenizer(metadata).to_str()),
+        "tokenizer_config.json": tokenizer_config(metadata),
+    }
+    for name, document in documents.items():
+        text = json.dumps(document, indent=2, ensure_ascii=False)
+        on_bytes((directory / name).write_bytes(f"{text}\n".encode()))
+    shapes = {names[tensor.name]: row_major_shape(tensor) for tensor in tensors}
+    values = (values_of(tensor, metadata) for tensor in tensors)
+    write_safetensors(directory / "model.safetensors", shapes, values, on_bytes)
+
+
+def read(file: Path) -> tuple[Metadata, list[gguf.ReaderTensor]]:
+    """The metadata and the tensors of a GGUF file; the tensors stay memory-mapped."""
+    try:
+        reader = gguf.GGUFReader(file)
+    except (ValueError, IndexError, KeyError) as error:
+        raise CheckpointError(f"{file} is not a GGUF file that can be read: {error}") from error
+    return {key: field.contents() for key, field in reader.fields.items()}, reader.tensors
+
+
+def check_convertible(metadata: Metadata, file: Path) -> None:
+    """Refuse, by the name of the key, every file whose conversion would be wrong."""
+    for key, known in CONVERTED.items():
+        if (value := metadata.get(key)) not in known:
+            raise CheckpointError(f"{file}: {key} is {value!r}; converted is only {known[-1]!r}")
+    if missing := [key for key in REQUIRED if key not in metadata]:
+        raise CheckpointError(f"{file}: its metadata lacks {', '.join(missing)}")
+    rotated = metadata.get("llama.rope.dimension_count", head_size(metadata))
+    if rotated != head_size(metadata):
+        raise CheckpointError(
+            f"{file}: llama.rope.dimension_count is {rotated}; "
+            f"converted are only heads that are rotated whole ({head_size(metadata)})"
+        )
+
+
+def hugging_face_name(name: str, file: Path) -> str:
+    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
+    part = re.fullmatch(r"(?:blk\.(?P<layer>\d+)\.)?(?P<stem>\w+)\.weight", name)
+    layer, stem = part.group("layer", "stem") if part else (None, "")
+    if layer is None and stem in WHOLE_MODEL:
+        return f"{WHOLE_MODEL[stem]}.weight"
+    if layer is not None and stem in ONE_LAYER:
+        return f"model.layers.{layer}.{ONE_LAYER[stem]}.weight"
+    raise CheckpointError(f"{file}: the tensor {name} has no place in a Llama model")
+
+
+def check_complete(present: set[str], metadata: Metadata, file: Path) -> None:
+    """Every tensor that a model of this depth has, and no layer more; a head is optional."""
+    layers = range(metadata["llama.block_count"])
+    expected = {f"{stem}.weight" for stem in WHOLE_MODEL}
+    expected |= {f"blk.{layer}.{stem}.weight" for layer in layers for stem in ONE_LAYER}
+    missing = sorted(expected - present - {"output.weight"})
+    if missing or present - expected:
+        raise CheckpointError(
+            f"{file}: with {len(layers)} layers (llama.block_count), missing are "
+            f"{missing or 'no tensors'}, beyond them are {sorted(present - expected) or 'none'}"
+        )
+
+
+def head_size(metadata: Metadata) -> int:
+    width: int = metadata["llama.embedding_length"]
+    even_share = width // metadata["llama.attention.head_count"]
+    return metadata.get("llama.attention.key_length", even_share)
+
+
+def key_value_heads(metadata: Metadata) -> int:
+    heads: int = metadata["llama.attention.head_count"]
+    return metadata.get("llama.attention.head_count_kv", heads)
+
+
+def shortest_decimal(value: float) -> float:
+    """The number that was meant by a float32: 9.999999747378752e-06 was written as 1e-05."""
+    return float(str(np.float32(value)))
+
+
+def model_config(metadata: Metadata, tied: bool) -> dict[str, Any]:
+    """config.json; the constants at its top are what the architecture "llama" means."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "dtype": "float32",
+        "vocab_size": metadata["llama.vocab_size"],
+        "hidden_size": metadata["llama.embedding_length"],
+        "intermediate_size": metadata["llama.feed_forward_length"],
+        "num_hidden_layers": metadata["llama.block_count"],
+        "num_attention_heads": metadata["llama.attention.head_count"],
+        "num_key_value_heads": key_value_heads(metadata),
+        "head_dim": head_size(metadata),
+        "max_position_embeddings": metadata["llama.context_length"],
+        "rope_theta": metadata.get("llama.rope.freq_base", 10000.0),  # the default that GGUF states
+        "rms_norm_eps": shortest_decimal(metadata["llama.attention.layer_norm_rms_epsilon"]),
+        "tie_word_embeddings": tied,
+        **special_ids(metadata),
+    }
+
+
+def special_ids(metadata: Metadata) -> dict[str, int]:
+    """The ids that generation needs to know, as far as the file states them."""
+    names = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
+    keys = {f"tokenizer.ggml.{stem}_token_id": name for stem, name in names.items()}
+    return {name: metadata[key] for key, name in keys.items() if key in metadata}
+
+
+def tokenizer(metadata: Metadata) -> Tokenizer:
+    """Byte-level BPE as in GPT-2, each digit on its own: what the kind "smollm" means.
+
+    There is no unknown token. Of the 256 bytes SmolLM2 lacks 21 (six control characters, and
+    bytes that UTF-8 never or hardly ever uses): the encoding of a text leaves them out.
+    """
+    tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    result = Tokenizer(models.BPE({token: id for id, token in enumerate(tokens)}, merges))
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    result.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+    result.decoder = decoders.ByteLevel()
+    for token, kind in zip(tokens, kinds, strict=True):
+        if kind in (CONTROL_TOKEN, USER_TOKEN):
+            special = kind == CONTROL_TOKEN
+            result.add_tokens([AddedToken(token, normalized=False, special=special)])
+    return result
+
+
+def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
+    """tokenizer_config.json: a class that takes tokenizer.json as it is, names, chat template."""
+    tokens = metadata["tokenizer.ggml.tokens"]
+    names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    keys = {f"tokenizer.ggml.{stem}_token_id": name for stem, name in names.items()}
+    result = {name: tokens[metadata[key]] for key, name in keys.items() if key in metadata}
+    if "tokenizer.chat_template" in metadata:
+        result["chat_template"] = metadata["tokenizer.chat_template"]
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": metadata["llama.context_length"],
+        "clean_up_tokenization_spaces": False,
+        **result,
+    }
+
+
+def row_major_shape(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
+    """ggml names the fastest axis first; everybody else names it last."""
+    return tuple(int(size) for size in reversed(tensor.shape))
+
+
+def values_of(tensor: gguf.ReaderTensor, metadata: Metadata) -> np.ndarray:
+    """One tensor as float32, its rows in Hugging Face's order."""
+    try:
+        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+    except NotImplementedError as error:
+        raise CheckpointError(f"the GGUF tensor {tensor.name}: {error}") from error
+    if tensor.name.endswith("attn_q.weight"):
+        return halves_from_pairs(values, metadata["llama.attention.head_count"])
+    if tensor.name.endswith("attn_k.weight"):
+        return halves_from_pairs(values, key_value_heads(metadata))
+    return values
+
+
+def halves_from_pairs(weight: np.ndarray, heads: int) -> np.ndarray:
+    """The rows of q or k in their own order; llama.cpp puts each head's as 0, D/2, 1, D/2+1, ..."""
+    pairs = weight.reshape(heads, -1, 2, weight.shape[1])  # [H, D/2, 2, E]
+    return pairs.swapaxes(1, 2).reshape(weight.shape)  # [H*D, E]
+
+
+def write_safetensors(
+    file: Path,
+    shapes: dict[str, tuple[int, ...]],
+    values: Iterator[np.ndarray],
+    on_bytes: Callable[[int], object],
+) -> None:
+    """Write float32 tensors one after the other, so that only one is ever held.
+
+    The format: the length of the header in 8 bytes, the header in JSON (dtype, shape and place of
+    each tensor), then the tensors without gaps. `values` come in the order of `shapes`.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end_bytes = 0
+    for name, shape in shapes.items():
+        start_bytes, end_bytes = end_bytes, end_bytes + 4 * int(np.prod(shape))
+        place = [start_bytes, end_bytes]
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": place}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
+    with open(file, "wb") as output:
+        output.write(len(text).to_bytes(8, "little") + text)
+        for shape, tensor in zip(shapes.values(), values, strict=True):
+            assert tensor.shape == shape, f"{tensor.shape} is not the announced {shape}"
+            output.write(np.ascontiguousarray(tensor, dtype="<f4").data)
+            on_bytes(tensor.nbytes)
