@@ -10,11 +10,10 @@ So a request gets the same token whoever shares its batch, and can be moved, rep
 
 from __future__ import annotations
 
-import math
-import operator
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -48,17 +47,15 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
-            self._whole("max_tokens", 0, 2**63 - 1, "a whole number of 0 or more, or None")
-        self._real(
-            "temperature", 0.0, 1e4, "a number from 0 to 10,000 (where all tokens are equal)"
-        )
-        self._whole("top_k", -1, 2**63 - 1, "a whole number of 1 or more, or 0 or -1 for all")
-        self._real("top_p", 0.0, 1.0, "a number above 0 and at most 1")
+            self._whole("max_tokens", 0, "a whole number of 0 or more, or None")
+        self._real("temperature", 1e4, "a number from 0 to 10,000 (where all tokens are equal)")
+        self._whole("top_k", -1, "a whole number of 1 or more, or 0 or -1 for all")
+        self._real("top_p", 1.0, "a number above 0 and at most 1")
         if self.top_p == 0:
             self._refuse("top_p", "a number above 0 and at most 1 (temperature=0 is greedy)")
-        self._real("min_p", 0.0, 1.0, "a number from 0 to 1")
+        self._real("min_p", 1.0, "a number from 0 to 1")
         if self.seed is not None:
-            self._whole("seed", 0, 2**63 - 1, "a whole number from 0 to 2**63 - 1, or None")
+            self._whole("seed", 0, "a whole number from 0 to 2**63 - 1, or None")
         if not isinstance(self.ignore_eos, bool):
             self._refuse("ignore_eos", "True or False")
 
@@ -69,21 +66,19 @@ class SamplingParams:
     def _refuse(self, field: str, right: str) -> None:
         raise RequestError(f"{field}={getattr(self, field)!r}: expected {right}")
 
-    def _whole(self, field: str, low: int, high: int, right: str) -> None:
-        try:
-            value = operator.index(getattr(self, field))
-        except TypeError:
-            self._refuse(field, right)
-        if isinstance(getattr(self, field), bool) or not low <= value <= high:
-            self._refuse(field, right)
-        object.__setattr__(self, field, value)
-
-    def _real(self, field: str, low: float, high: float, right: str) -> None:
+    def _whole(self, field: str, low: int, right: str) -> None:
         value = getattr(self, field)
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+        if not (is_whole and low <= value < 2**63):
             self._refuse(field, right)
-        if not (low <= value <= high and math.isfinite(value)):
+        object.__setattr__(self, field, int(value))  # numpy's integers become plain ones
+
+    def _real(self, field: str, high: float, right: str) -> None:
+        value = getattr(self, field)
+        is_real = isinstance(value, Real) and not isinstance(value, bool)
+        if not (is_real and 0 <= value <= high):
             self._refuse(field, right)
+        object.__setattr__(self, field, float(value))
 
 
 @dataclass(frozen=True)
@@ -91,7 +86,7 @@ class SamplingRows:
     """The parameters of R rows as tensors on the device; no shape depends on a value."""
 
     temperature: Tensor  # [R] float32, 0 for greedy
-    top_k: Tensor  # [R] int64, V for all
+    top_k: Tensor  # [R] int64, its largest for all
     top_p: Tensor  # [R] float32
     min_p: Tensor  # [R] float32
     seed: Tensor  # [R] int64
@@ -128,9 +123,8 @@ def sample(logits: Tensor, rows: SamplingRows, position: Tensor) -> Tensor:
     """
     best = logits.argmax(dim=-1)  # [R]
     peak = logits.gather(1, best[:, None]).squeeze(1)  # NaN if there is one: argmax finds it
-    if not rows.greedy:
-        drawn = inverse_cdf(probabilities(logits, rows), draw(rows, position))
-        best = torch.where(rows.temperature > 0, drawn, best)
+    if not rows.greedy:  # a greedy row among others draws from all its weight on the argmax
+        best = inverse_cdf(probabilities(logits, rows), draw(rows, position))
     return torch.where(peak.isfinite(), best, -1)
 
 
@@ -139,7 +133,7 @@ def probabilities(logits: Tensor, rows: SamplingRows) -> Tensor:
 
     A greedy row has all its weight on the argmax. A row that is no distribution gives NaN.
     """
-    logits = logits.double() if logits.dtype == torch.float64 else logits.float()
+    logits = logits if logits.dtype == torch.float64 else logits.float()
     greedy = rows.temperature == 0
     # Largest first becomes 0, so that no temperature, however small, can overflow.
     shifted = logits - logits.amax(dim=-1, keepdim=True)
@@ -148,7 +142,8 @@ def probabilities(logits: Tensor, rows: SamplingRows) -> Tensor:
     p = p.where(p >= rows.min_p[:, None] * p.amax(dim=-1, keepdim=True), 0.0)
     if rows.filtered:
         p = _keep_likeliest(p, rows)
-    p = p / p.sum(dim=-1, keepdim=True)
+    # Not p.sum(): torch splits that over threads when R is 1, and a row's bits would depend on R.
+    p = p / p.cumsum(dim=-1, dtype=torch.float64)[:, -1:].to(p.dtype)
     one_hot = torch.zeros_like(p).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
     return torch.where(greedy[:, None], one_hot, p)
 
@@ -166,6 +161,7 @@ def _keep_likeliest(p: Tensor, rows: SamplingRows) -> Tensor:
     mass = sorted_p.double().cumsum(dim=-1)
     before = (mass - sorted_p) / mass[:, -1:]  # held by the likelier ones
     keep = (before < rows.top_p[:, None]) | (rows.top_p[:, None] >= 1)
+    keep[:, 0] = True  # also when top_p is so small that float32 calls it 0
     return torch.zeros_like(p).scatter_(1, order, sorted_p.where(keep, 0.0))
 
 
@@ -187,11 +183,11 @@ def draw(rows: SamplingRows, position: Tensor, purpose: int = SAMPLE) -> Tensor:
 def uniform(seed: Tensor, sample: Tensor, position: Tensor, purpose: int = SAMPLE) -> Tensor:
     """Uniform numbers in [0, 1), float64, a pure function of four integers; int64 [R] -> [R].
 
-    A counter hash: each argument is mixed in by SplitMix64's finaliser (Steele et al. 2014,
-    figure 15, with the constants of Stafford's variant 13), in tensor operations only.
+    A counter hash: each argument is mixed in by SplitMix64's finaliser (Steele et al. 2014, with
+    the constants of Stafford's variant 13), in tensor operations only.
     """
     h = _mix(seed + _GOLDEN)
-    for value in (sample, position, purpose):
+    for value in (sample, position, torch.full_like(seed, purpose)):
         h = _mix(h + value * _GOLDEN + 1)
     return _shift(h, 11).double() * 2.0**-53
 

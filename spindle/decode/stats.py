@@ -20,13 +20,14 @@ class Stats:
     ) -> None:
         self.prompt_tokens, self.seed = prompt_tokens, seed
         self.new_tokens = 0
-        self.finish_reason: str | None = None  # "stop" | "length" | "abort", None until it ends
+        self.finish_reason: str | None = None  # "stop" | "length" | "abort" | "error", at the end
         self._clock = clock
         self._arrival = clock()
         self._events: list[tuple[float, int]] = []  # when, how many tokens at once
 
     def record(self, tokens: int = 1) -> None:
-        """`tokens` tokens have just arrived together."""
+        """`tokens` tokens, one at least, have just arrived together."""
+        assert tokens >= 1, tokens
         self._events.append((self._clock(), tokens))
         self.new_tokens += tokens
 
@@ -66,6 +67,7 @@ class Stats:
             "prompt_tokens": self.prompt_tokens,
             "new_tokens": self.new_tokens,
             "seed": self.seed,
+            "finish_reason": self.finish_reason,
             "ttft_ms": self.ttft_ms,
             "itl_p50_ms": percentile(self.itl_ms, 50),
             "itl_p99_ms": percentile(self.itl_ms, 99),

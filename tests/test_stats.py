@@ -1,0 +1,175 @@
+"""Times and what follows from them, with a clock that is turned by hand."""
+
+import itertools
+import json
+import time
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spindle.decode.stats import Stats, percentile
+
+
+def recorded(*events: tuple[float, int], arrival: float = 0.0, prompt_tokens: int = 7) -> Stats:
+    """Stats of a call at `arrival` and tokens at the given times."""
+    clock = iter([arrival, *(now for now, _ in events)])
+    stats = Stats(prompt_tokens, seed=3, clock=lambda: next(clock))
+    for _, tokens in events:
+        stats.record(tokens)
+    return stats
+
+
+def events() -> st.SearchStrategy[list[tuple[float, int]]]:
+    """Arrivals of 1 to 5 tokens, at times that do not run backwards."""
+    gaps = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 5)), min_size=1, max_size=20)
+    return gaps.map(
+        lambda pairs: list(
+            zip(itertools.accumulate(g / 8 for g, _ in pairs), (n for _, n in pairs), strict=True)
+        )
+    )
+
+
+def test_tokens_that_arrive_together_share_the_gap_before_them():
+    """B91: 1, 3, 1 tokens at 1.0, 1.3, 1.4 s: ttft 1 s, and 4 gaps of 0.1 s, not 2 of 0.2."""
+    stats = recorded((1.0, 1), (1.3, 3), (1.4, 1))
+    assert stats.new_tokens == 5
+    assert stats.ttft_ms == pytest.approx(1000)
+    assert stats.itl_ms == pytest.approx([100, 100, 100, 100])
+    assert stats.tok_s == pytest.approx(5 / 1.4)
+    assert stats.decode_tok_s == pytest.approx(10)
+
+
+def test_tokens_with_the_first_one_have_no_gap():
+    stats = recorded((1.0, 3), (1.5, 1))
+    assert stats.itl_ms == pytest.approx([0, 0, 500])
+    assert stats.decode_tok_s == pytest.approx(3 / 0.5)
+
+
+@given(events(), st.integers(0, 100))
+def test_times_add_up(arrivals, arrival):
+    """B91, B93: one gap a token after the first; ttft and gaps add up to the whole."""
+    arrivals = [(now + arrival, tokens) for now, tokens in arrivals]
+    stats = recorded(*arrivals, arrival=float(arrival))
+    gaps = stats.itl_ms
+    assert len(gaps) == stats.new_tokens - 1 == sum(n for _, n in arrivals) - 1
+    assert min(gaps, default=0) >= 0
+    assert stats.ttft_ms >= 0
+    whole = arrivals[-1][0] - arrival  # seconds
+    assert stats.ttft_ms + sum(gaps) == pytest.approx(whole * 1e3)
+    assert (stats.tok_s is None) == (whole == 0)
+    if whole:
+        assert stats.tok_s == pytest.approx(stats.new_tokens / whole)
+
+
+def test_one_token_has_a_ttft_and_no_gap():
+    """B93: the first token is the last; there is nothing between them."""
+    stats = recorded((2.5, 1), arrival=2.0)
+    assert stats.ttft_ms == pytest.approx(500)
+    assert stats.itl_ms == []
+    assert stats.decode_tok_s is None
+    assert stats.tok_s == pytest.approx(2)
+    assert stats.as_dict()["itl_p50_ms"] is None
+
+
+def test_no_token_has_no_times():
+    """B96: None where there is nothing to measure, never 0."""
+    stats = recorded()
+    timed = ("ttft_ms", "itl_p50_ms", "itl_p99_ms", "tok_s", "decode_tok_s")
+    assert stats.new_tokens == 0
+    assert stats.itl_ms == []
+    assert [stats.as_dict()[name] for name in timed] == [None] * 5
+    assert stats.summary() == "0 tokens after a prompt of 7"
+
+
+def test_the_clock_is_read_once_at_arrival_and_once_an_event():
+    reads = itertools.count(10)
+    stats = Stats(1, clock=lambda: next(reads))
+    stats.record()
+    stats.record(4)
+    assert stats.ttft_ms == pytest.approx(1000)
+    assert stats.as_dict() == stats.as_dict()  # to read is not to measure again
+    assert next(reads) == 13
+
+
+def test_the_clock_is_real_by_default():
+    before = time.perf_counter()
+    stats = Stats(1)
+    time.sleep(0.002)
+    stats.record()
+    assert 2 <= stats.ttft_ms <= (time.perf_counter() - before) * 1e3
+
+
+def test_rates_count_new_tokens_only():
+    """B99: the prompt is a number of its own, in no rate."""
+    long, short = (recorded((1.0, 1), (2.0, 1), prompt_tokens=n) for n in (5000, 1))
+    assert long.tok_s == short.tok_s == pytest.approx(1)
+    assert long.decode_tok_s == pytest.approx(1)
+    assert (long.prompt_tokens, long.new_tokens) == (5000, 2)
+
+
+def test_as_dict_is_json_with_units_in_its_names():
+    """B99: exactly these names; each time ends in its unit, each rate in its own."""
+    stats = recorded((1.0, 1), (1.1, 1), (1.4, 1))
+    stats.finish_reason = "length"
+    got = stats.as_dict()
+    assert json.loads(json.dumps(got, allow_nan=False)) == got
+    assert got == {
+        "prompt_tokens": 7,
+        "new_tokens": 3,
+        "seed": 3,
+        "finish_reason": "length",
+        "ttft_ms": pytest.approx(1000),
+        "itl_p50_ms": pytest.approx(100),
+        "itl_p99_ms": pytest.approx(300),
+        "tok_s": pytest.approx(3 / 1.4),
+        "decode_tok_s": pytest.approx(5),
+    }
+
+
+def test_summary_is_one_line():
+    line = recorded((1.0, 1), (1.1, 1), (1.4, 1)).summary()
+    assert line == (
+        "3 tokens after a prompt of 7 · ttft 1000 ms · 2.1 tok/s · itl p50 100.0 ms, p99 300.0 ms"
+    )
+
+
+def test_a_token_that_takes_no_time_gives_no_rate():
+    stats = recorded((0.0, 1))
+    assert stats.tok_s is None
+    assert stats.ttft_ms == 0
+    assert "tok/s" not in stats.summary()
+
+
+VALUES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=120)
+
+
+@given(VALUES, st.sampled_from([0, 25, 50, 75, 100]))
+def test_percentile_is_numpys_inverted_cdf(values, p):
+    assert percentile(values, p) == np.percentile(values, p, method="inverted_cdf")
+
+
+@given(VALUES, st.integers(0, 100))
+def test_percentile_is_its_definition(values, p):
+    """The smallest value that at least p percent do not exceed, counted exactly."""
+    right = next(
+        v
+        for v in sorted(values)
+        if Fraction(sum(x <= v for x in values), len(values)) >= Fraction(p, 100)
+    )
+    before = list(values)
+    assert percentile(values, p) == right
+    assert values == before
+
+
+def test_percentile_of_nothing_is_none():
+    """B96: not 0."""
+    assert percentile([], 50) is None
+
+
+def test_p99_of_a_hundred_is_the_second_largest():
+    assert percentile(range(100), 99) == 98
+    assert percentile(range(101), 99) == 99
+    assert percentile([5.0], 1) == percentile([5.0], 99) == 5.0
