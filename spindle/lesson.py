@@ -1,0 +1,299 @@
+"""What the notebooks share: the cast of requests, the package's own source, guesses, checks.
+
+    from spindle.lesson import CAST, check, expect, reveal, source
+
+Nothing here takes part in inference. Everything prints text that is the same on every machine, so
+that a notebook's stored output can be compared.
+"""
+
+import codecs
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from numbers import Number
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "CAST",
+    "CastRequest",
+    "Exercise",
+    "check",
+    "expect",
+    "reveal",
+    "smallest_lead",
+    "source",
+]
+
+
+@dataclass(frozen=True)
+class CastRequest:
+    """One of the eight requests that play in every chapter, always under one name and colour."""
+
+    name: str
+    prompt: str
+    max_tokens: int
+    colour: str  # "#rrggbb", legible on a light and on a dark page
+
+
+# Most ask for little and two for much, as users do. The colours are Okabe and Ito's without black
+# and yellow ("Color Universal Design", 2008), and two that stay apart from them for every eye.
+CAST: tuple[CastRequest, ...] = (
+    CastRequest("r0", "The capital of France is", 16, "#0072B2"),
+    CastRequest("r1", "Return True if", 8, "#E69F00"),
+    CastRequest("r2", "The with statement is used to", 192, "#009E73"),
+    CastRequest("r3", "A dictionary is", 24, "#CC79A7"),
+    CastRequest("r4", "Raised when", 12, "#873C1E"),
+    CastRequest("r5", "The following example shows how to open a file", 96, "#56B4E9"),
+    CastRequest("r6", "If the argument is omitted,", 32, "#D55E00"),
+    CastRequest("r7", "A function is", 16, "#963CF0"),
+)
+
+
+class _Listing:
+    """Source text that a notebook shows as highlighted Python, and a terminal as it is."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _repr_markdown_(self) -> str:
+        fence = "```"
+        while fence in self.text:
+            fence += "`"
+        return f"{fence}python\n{self.text}\n{fence}"
+
+
+def source(first: object, *more: object) -> _Listing:
+    """The package's own source of functions, methods or classes, to be a cell's last expression.
+
+    The file is named, line numbers are not: they would change with code that is not shown. Where an
+    object has no Python source, TypeError says so.
+    """
+    return _Listing("\n\n".join(_listing(obj) for obj in (first, *more)))
+
+
+def _listing(obj: Any) -> str:
+    if isinstance(obj, property):
+        obj = obj.fget
+    obj = inspect.unwrap(obj) if callable(obj) else obj
+    try:
+        text = dedent(inspect.getsource(obj)).rstrip()
+        path = Path(inspect.getsourcefile(obj) or "")
+    except (TypeError, OSError) as error:
+        raise TypeError(f"source: {obj!r} has no Python source to show") from error
+    package = Path(__file__).parent
+    inside = path.is_relative_to(package)
+    return f"# {path.relative_to(package.parent).as_posix()}\n{text}" if inside else text
+
+
+@contextmanager
+def expect(*kinds: type[BaseException]) -> Iterator[None]:
+    """Run a block that must raise one of `kinds`; print its type and message.
+
+    AssertionError if nothing is raised, or something else.
+    """
+    if not kinds:
+        raise TypeError("expect: name the exceptions that must come, as in expect(ValueError)")
+    names = " or ".join(kind.__name__ for kind in kinds)
+    try:
+        yield
+    except kinds as error:
+        print(f"{type(error).__name__}: {error}")
+        return
+    except Exception as error:
+        came = f"{type(error).__name__}: {error}"
+        raise AssertionError(f"expected {names}, and {came} came") from error
+    raise AssertionError(f"expected {names}, and nothing was raised")
+
+
+def reveal(guess: object, fact: object, unit: str = "") -> None:
+    """Print guess and fact in one line, and their ratio where both are numbers."""
+    if guess is None or guess is ...:
+        print("no guess yet: write one in the cell above, run it, then this cell again")
+        return
+    words = [f"guess {_said(guess, unit)}", f"fact {_said(fact, unit)}"]
+    if _is_number(guess) and _is_number(fact) and fact:
+        words.append(f"guess / fact {float(guess) / float(fact):.2g}")  # type: ignore[arg-type]
+    print(" | ".join(words))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Number) and not isinstance(value, bool | complex)
+
+
+def _said(value: object, unit: str) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return f"{value}"
+    text = f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+    return f"{text} {unit}".rstrip()
+
+
+def smallest_lead(engine: Any, prompt: Sequence[int], answer: Sequence[int]) -> float:
+    """The least lead, in logits, of a greedy answer's tokens over their runners-up.
+
+    A text is stored in a notebook only where no choice was close enough for another processor's
+    last bits to decide it. Starts the engine's sequence over.
+    """
+    logits, lead = engine.prefill(prompt), math.inf
+    for token in answer:
+        first, second = logits[0].topk(2).values.tolist()
+        lead = min(lead, first - second)
+        logits = engine.step(token)
+    return lead
+
+
+# --- exercises ---------------------------------------------------------------------------------
+
+
+class Exercise:
+    """A task that a reader's function is held against: the right function, and inputs to try.
+
+    `right` is the specification, and its docstring is what the reader is told. Calling the exercise
+    prints `not yet: ...` with the first input that goes wrong, or `yes: ...`.
+    """
+
+    def __init__(self, right: Callable[..., Any], chapter: str, inputs: Sequence[tuple]) -> None:
+        self.right, self.chapter, self.inputs = right, chapter, inputs
+        self.name = right.__name__
+        self.__doc__ = right.__doc__
+
+    def __call__(self, answer: Callable[..., Any]) -> None:
+        for args in self.inputs:
+            if wrong := self._wrong(answer, args):
+                print(f"not yet: {wrong}")
+                return
+        print(f"yes: {self.name} is right on {len(self.inputs)} of {len(self.inputs)} inputs")
+
+    def _wrong(self, answer: Callable[..., Any], args: tuple) -> str:
+        call = f"{self.name}({', '.join(_argument(arg) for arg in args)})"
+        want = self.right(*_copies(args))
+        try:
+            got = answer(*_copies(args))
+        except NotImplementedError:
+            got = None
+        except Exception as error:
+            return f"{call} raised {type(error).__name__}: {error}"
+        if got is None or got is ...:
+            return f"{self.name} returns nothing so far; it should return {self._task()}"
+        difference = _difference(got, want)
+        return f"{call} {difference}" if difference else ""
+
+    def _task(self) -> str:
+        return (self.right.__doc__ or "").strip().splitlines()[0].rstrip(".")
+
+
+def _copies(args: tuple) -> list[Any]:
+    return [arg.clone() if isinstance(arg, Tensor) else arg for arg in args]
+
+
+def _argument(arg: object) -> str:
+    return f"[{', '.join(map(str, arg.shape))}]" if isinstance(arg, Tensor) else repr(arg)
+
+
+def _difference(got: Any, want: Any) -> str:
+    """How `got` differs from `want`, in words; empty if it does not."""
+    if isinstance(want, str):
+        return "" if got == want else f"is {want!r}, not {got!r}"
+    if not isinstance(want, Tensor):
+        same = _is_number(got) and math.isclose(got, want, rel_tol=1e-9)
+        return "" if same else f"is {_said(want, '')}, not {_said(got, '')}"
+    if not isinstance(got, Tensor):
+        return f"should be a tensor {_argument(want)}, not {type(got).__name__}"
+    if got.shape != want.shape:
+        return f"should have shape {list(want.shape)}, not {list(got.shape)}"
+    if got.dtype != want.dtype:
+        return f"should be {want.dtype}, not {got.dtype}"
+    close = (
+        torch.isclose(got, want, rtol=1e-4, atol=1e-5) if want.is_floating_point() else got == want
+    )
+    if bool(close.all()):
+        return ""
+    place = [int(i) for i in (~close).nonzero()[0]]
+    at = tuple(place)
+    return f"is {want[at].item():.4g} at {place}, not {got[at].item():.4g}"
+
+
+class Checks:
+    """The exercises by name: `check.causal_mask(f)`."""
+
+    def __init__(self) -> None:
+        self._exercises: dict[str, Exercise] = {}
+
+    def exercise(
+        self, chapter: str, inputs: Sequence[tuple]
+    ) -> Callable[[Callable[..., Any]], Exercise]:
+        """Register the decorated function as the right answer to an exercise of `chapter`."""
+
+        def register(right: Callable[..., Any]) -> Exercise:
+            assert right.__name__ not in self._exercises, right.__name__
+            made = Exercise(right, chapter, inputs)
+            self._exercises[right.__name__] = made
+            return made
+
+        return register
+
+    def __getattr__(self, name: str) -> Exercise:
+        known = self.__dict__.get("_exercises", {})
+        if name not in known:
+            raise AttributeError(f"no exercise {name!r}; there are {', '.join(sorted(known))}")
+        return known[name]
+
+    def __dir__(self) -> list[str]:
+        return sorted(self._exercises)
+
+
+check = Checks()
+
+
+@check.exercise("00", inputs=[(b"plain",), (b"Z\xc3\xbcr",), (b"Z\xc3",), (b"\xe2\x86",), (b"",)])
+def whole_characters(data: bytes) -> str:
+    """str, the text that `data` begins with and that no later byte can change."""
+    return codecs.getincrementaldecoder("utf-8")().decode(data)
+
+
+def _qkv(queries: int, keys: int, head_dim: int, start: int) -> tuple:
+    draw = torch.Generator().manual_seed(queries * 100 + keys)
+    shapes = [(queries, head_dim), (keys, head_dim), (keys, head_dim)]
+    return *(torch.randn(shape, generator=draw) for shape in shapes), start
+
+
+@check.exercise("01", inputs=[(1, 1, 0), (4, 4, 0), (1, 6, 5), (3, 5, 2), (2, 8, 3)])
+def causal_mask(T: int, S: int, start: int) -> Tensor:
+    """bool [T, S], True where query t, at position start + t, may see key j."""
+    return torch.arange(S) <= start + torch.arange(T)[:, None]
+
+
+@check.exercise(
+    "01", inputs=[_qkv(1, 1, 4, 0), _qkv(5, 5, 8, 0), _qkv(1, 7, 4, 6), _qkv(3, 9, 16, 4)]
+)
+def attention(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+    """float [T, D], each query's softmax-weighted mean of the values that it may see."""
+    scores = q @ k.T / math.sqrt(q.shape[-1])  # [T, S]
+    hidden = ~causal_mask.right(q.shape[0], k.shape[0], start)
+    return torch.softmax(scores.masked_fill(hidden, -math.inf), dim=-1) @ v  # [T, D]
+
+
+@check.exercise("04", inputs=[(1, 1, 1, 1, 1), (512, 12, 12, 64, 2), (79, 30, 3, 64, 4)])
+def cache_bytes(
+    tokens: int, layers: int, kv_heads: int, head_dim: int, bytes_per_number: int
+) -> int:
+    """int, the bytes that a KV cache of `tokens` positions holds."""
+    return 2 * tokens * layers * kv_heads * head_dim * bytes_per_number
+
+
+@check.exercise(
+    "04", inputs=[(16, 64, False), (16, 64, True), (1, 1, True), (5, 1, False), (7, 3, True)]
+)
+def rows_computed(prompt: int, new: int, cached: bool) -> int:
+    """int, the token rows that pass through the model until `new` tokens are generated."""
+    # The last new token is never fed back.
+    return prompt + new - 1 if cached else sum(range(prompt, prompt + new))

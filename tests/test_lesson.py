@@ -1,0 +1,272 @@
+"""What the notebooks share: a stub and a plausible wrong answer never pass, and text is stable."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from spindle import errors, lesson
+from spindle.lesson import CAST, check, expect, reveal, smallest_lead, source
+
+ROOT = Path(lesson.__file__).parent.parent
+
+
+def verdict(exercise: Callable, answer: Callable, capsys: pytest.CaptureFixture[str]) -> str:
+    exercise(answer)
+    return capsys.readouterr().out
+
+
+# --- the cast ----------------------------------------------------------------------------------
+
+
+def test_the_cast_is_eight_named_requests_with_a_long_tail():
+    assert [one.name for one in CAST] == [f"r{i}" for i in range(8)]
+    assert CAST[0].prompt == "The capital of France is"
+    lengths = sorted(one.max_tokens for one in CAST)
+    assert lengths[-1] >= 8 * lengths[len(lengths) // 2 - 1]
+    assert len({one.prompt for one in CAST}) == 8
+
+
+def linear_rgb(colour: str) -> torch.Tensor:
+    values = torch.tensor([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    return torch.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+
+
+def contrast(one: str, other: str) -> float:
+    weights = torch.tensor([0.2126, 0.7152, 0.0722])
+    low, high = sorted(float(linear_rgb(colour) @ weights) for colour in (one, other))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("page", ["#ffffff", "#121212"])
+def test_the_cast_is_legible_on_light_and_on_dark(page):
+    assert min(contrast(one.colour, page) for one in CAST) >= 2.2
+
+
+def lab(rgb: torch.Tensor) -> torch.Tensor:
+    to_xyz = torch.tensor(
+        [[0.4125, 0.3576, 0.1804], [0.2127, 0.7152, 0.0722], [0.0193, 0.1192, 0.9503]]
+    )
+    xyz = to_xyz @ rgb.clamp(0, 1) / torch.tensor([0.9505, 1.0, 1.0888])
+    x, y, z = torch.where(xyz > 0.008856, xyz ** (1 / 3), 7.787 * xyz + 16 / 116)
+    return torch.stack([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+# What red-blind and green-blind eyes make of linear RGB: Machado, Oliveira and Fernandes (2009).
+EYES = {
+    "all cones": torch.eye(3),
+    "no red cones": torch.tensor(
+        [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]]
+    ),
+    "no green cones": torch.tensor(
+        [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]]
+    ),
+}
+
+
+@pytest.mark.parametrize("eye", EYES)
+def test_no_two_of_the_cast_look_alike_to_a_colour_blind_reader(eye):
+    seen = torch.stack([lab(EYES[eye] @ linear_rgb(one.colour)) for one in CAST])  # [8, 3]
+    apart = torch.cdist(seen, seen) + torch.eye(8) * 1e3
+    assert apart.min() >= 15  # CIE 1976; 2.3 is a just noticeable difference
+
+
+# --- source ------------------------------------------------------------------------------------
+
+
+def test_source_shows_the_package_file_and_text_word_for_word():
+    shown = repr(source(lesson.Exercise._task))
+    first, *rest = shown.splitlines()
+    assert first == "# spindle/lesson.py"
+    assert "    " + "\n    ".join(rest) in Path(lesson.__file__).read_text("utf-8")
+
+
+def test_source_is_highlighted_python_in_a_notebook_and_the_same_on_every_machine():
+    listing = source(errors.SpindleError, errors.ModelNotFound)
+    markdown = listing._repr_markdown_()
+    assert markdown == f"```python\n{listing}\n```"
+    assert str(ROOT) not in markdown and "0x" not in markdown
+    assert markdown.count("# spindle/errors.py") == 2
+
+
+def test_source_of_text_that_holds_a_fence_gets_a_longer_fence():
+    assert source(lesson._Listing)._repr_markdown_().startswith("````python\n")
+
+
+def test_source_follows_decorators_and_properties():
+    class Box:
+        @property
+        def width(self) -> int:
+            return 3
+
+    assert "return 3" in repr(source(Box.width))
+    assert "expect: name the exceptions" in repr(source(expect))
+
+
+def test_source_of_what_has_none_is_refused_in_words():
+    with pytest.raises(TypeError, match="has no Python source"):
+        source(len)
+
+
+# --- expect, reveal ----------------------------------------------------------------------------
+
+
+def test_expect_prints_type_and_message_of_the_error_that_must_come(capsys):
+    with expect(KeyError, errors.SpindleError):
+        raise errors.RequestError("max_tokens is 0: it must be 1 or more")
+    assert capsys.readouterr().out == "RequestError: max_tokens is 0: it must be 1 or more\n"
+
+
+def test_expect_fails_if_nothing_or_something_else_comes():
+    with pytest.raises(AssertionError, match="expected KeyError, and nothing was raised"):
+        with expect(KeyError):
+            pass
+    with pytest.raises(AssertionError, match="expected KeyError, and ValueError: x came"):
+        with expect(KeyError):
+            raise ValueError("x")
+    with pytest.raises(TypeError, match="name the exceptions"):
+        with expect():
+            pass
+
+
+@pytest.mark.parametrize(
+    ("guess", "fact", "unit", "line"),
+    [
+        (1_200, 3_040, "rows", "guess 1,200 rows | fact 3,040 rows | guess / fact 0.39"),
+        (0.5, 0.25, "", "guess 0.5 | fact 0.25 | guess / fact 2"),
+        ("r2", "r5", "", "guess r2 | fact r5"),
+        (3, 0, "copies", "guess 3 copies | fact 0 copies"),
+        (True, False, "", "guess True | fact False"),
+        (..., 3, "", "no guess yet: write one in the cell above, run it, then this cell again"),
+        (None, 3, "", "no guess yet: write one in the cell above, run it, then this cell again"),
+    ],
+)
+def test_reveal_says_guess_fact_and_ratio_in_one_line(guess, fact, unit, line, capsys):
+    reveal(guess, fact, unit)
+    assert capsys.readouterr().out == line + "\n"
+
+
+# --- exercises ---------------------------------------------------------------------------------
+
+
+def see(T, S, start):
+    return torch.arange(S) <= start + torch.arange(T)[:, None]  # [T, S]
+
+
+def attend(q, k, v, mask, scale, dim=-1):
+    scores = (q @ k.T * scale).masked_fill(~mask, -math.inf)
+    return torch.softmax(scores, dim=dim) @ v
+
+
+def attend_with(scale=None, start=None, mask=None, dim=-1):
+    """Attention with one thing replaced."""
+
+    def answer(q, k, v, true_start):
+        T, S, D = len(q), len(k), q.shape[-1]
+        seen = see(T, S, true_start if start is None else start) if mask is None else mask(T, S)
+        return attend(q, k, v, seen, D**-0.5 if scale is None else scale(D), dim)
+
+    return answer
+
+
+def total(p, n):
+    return sum(range(p, p + n))
+
+
+WRONG: list[tuple[str, str, Callable]] = [
+    ("causal_mask", "forgets start", lambda T, S, start: see(T, S, 0)),
+    ("causal_mask", "hides itself", lambda T, S, start: see(T, S, start - 1)),
+    ("causal_mask", "the other way round", lambda T, S, start: ~see(T, S, start)),
+    ("causal_mask", "floats", lambda T, S, start: see(T, S, start).float()),
+    ("causal_mask", "transposed", lambda T, S, start: see(T, S, start).T),
+    ("causal_mask", "a list", lambda T, S, start: see(T, S, start).tolist()),
+    ("attention", "no mask", attend_with(mask=lambda T, S: torch.ones(T, S).bool())),
+    ("attention", "no scale", attend_with(scale=lambda D: 1.0)),
+    ("attention", "scale by D", attend_with(scale=lambda D: 1 / D)),
+    ("attention", "start is 0", attend_with(start=0)),
+    ("attention", "softmax over queries", attend_with(dim=0)),
+    ("cache_bytes", "only K", lambda t, n, h, d, b: t * n * h * d * b),
+    ("cache_bytes", "numbers, not bytes", lambda t, n, h, d, b: 2 * t * n * h * d),
+    ("rows_computed", "feeds the last back", lambda p, n, c: p + n if c else total(p, n)),
+    ("rows_computed", "one step more", lambda p, n, c: p + n - 1 if c else total(p, n + 1)),
+    ("rows_computed", "ignores the cache", lambda p, n, c: total(p, n)),
+    ("whole_characters", "shows the unfinished", lambda data: data.decode(errors="replace")),
+    ("whole_characters", "one character a byte", lambda data: data.decode("latin-1")),
+    ("whole_characters", "drops what is not ASCII", lambda data: data.decode("ascii", "ignore")),
+    ("rows_computed", "a string", lambda p, n, c: "many"),
+]
+
+
+@pytest.mark.parametrize(("name", "why", "answer"), WRONG, ids=[f"{n}: {w}" for n, w, _ in WRONG])
+def test_a_plausible_wrong_answer_is_refused_with_the_input_it_fails_on(name, why, answer, capsys):
+    said = verdict(getattr(check, name), answer, capsys)
+    assert said.startswith(f"not yet: {name}(") and "returns nothing" not in said
+
+
+@pytest.mark.parametrize("name", dir(check))
+@pytest.mark.parametrize("result", [None, ..., NotImplementedError])
+def test_the_stub_is_refused_and_told_what_to_return(name, result, capsys):
+    def stub(*args):
+        if result is NotImplementedError:
+            raise NotImplementedError
+        return result
+
+    said = verdict(getattr(check, name), stub, capsys)
+    assert said.startswith(f"not yet: {name} returns nothing so far; it should return ")
+    assert len(said) > 80 and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", dir(check))
+def test_the_right_answer_passes(name, capsys):
+    exercise = getattr(check, name)
+    count = len(exercise.inputs)
+    said = verdict(exercise, exercise.right, capsys)
+    assert said == f"yes: {name} is right on {count} of {count} inputs\n"
+
+
+def test_an_answer_that_raises_is_told_where(capsys):
+    def broken(T, S, start):
+        raise IndexError("too many indices")
+
+    said = verdict(check.causal_mask, broken, capsys)
+    assert said == "not yet: causal_mask(1, 1, 0) raised IndexError: too many indices\n"
+
+
+def test_an_answer_that_overwrites_its_inputs_is_judged_on_fresh_ones(capsys):
+    def in_place(q, k, v, start):
+        q /= math.sqrt(q.shape[-1])
+        return attend(q, k, v, see(len(q), len(k), start), 1.0)
+
+    for _ in range(2):
+        assert verdict(check.attention, in_place, capsys).startswith("yes")
+
+
+def test_the_numbers_of_chapter_04_by_hand():
+    assert check.rows_computed.right(16, 64, False) == 3_040
+    assert check.rows_computed.right(16, 64, True) == 79
+    assert check.cache_bytes.right(1, 30, 3, 64, 4) == 46_080  # SmolLM2-135M, one token, float32
+
+
+def test_an_unknown_exercise_is_refused_with_the_known_ones():
+    with pytest.raises(AttributeError, match="no exercise 'mask'; there are attention, "):
+        _ = check.mask
+
+
+def test_every_exercise_belongs_to_a_chapter():
+    assert {getattr(check, name).chapter for name in dir(check)} == {"01", "04"}
+
+
+def test_the_smallest_lead_is_that_of_the_closest_choice():
+    class Scripted:
+        """Logits whose best leads the second by 3, then 0.5, then 2; nothing follows the last."""
+
+        def prefill(self, ids):
+            self.leads = iter([3.0, 0.5, 2.0, 0.0])
+            return self.step(None)
+
+        def step(self, token):
+            return torch.tensor([[0.0, next(self.leads), -1.0]])
+
+    assert smallest_lead(Scripted(), [0], [1, 1, 1]) == 0.5
