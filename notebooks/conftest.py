@@ -9,8 +9,12 @@ WAIT_FOR_OUTPUT_S = 60.0
 
 def pytest_configure(config: pytest.Config) -> None:
     """Refuse `--nbval` together with `--cov`, which stalls (nbval #116)."""
-    if getattr(config.option, "nbval", False) and getattr(config.option, "cov_source", None):
-        raise pytest.UsageError("run --nbval in a command of its own, without --cov")
+    if getattr(config.option, "nbval", False) and getattr(
+        config.option, "cov_source", None
+    ):
+        raise pytest.UsageError(
+            "run --nbval in a command of its own, without --cov"
+        )
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:

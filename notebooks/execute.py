@@ -25,20 +25,35 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
-import rules
 from ipykernel.kernelspec import make_ipkernel_cmd
 from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from nbclient.exceptions import (
+    CellExecutionError,
+    CellTimeoutError,
+    DeadKernelError,
+)
 from tqdm import tqdm
+
+import rules
 
 HERE = Path(__file__).resolve().parent
 SANITIZE = re.findall(
-    "^regex: (.*)$\n^replace: (.*)$", (HERE / "sanitize.cfg").read_text("utf-8"), re.MULTILINE
+    "^regex: (.*)$\n^replace: (.*)$",
+    (HERE / "sanitize.cfg").read_text("utf-8"),
+    re.MULTILINE,
 )
-KERNELSPEC = {"display_name": "Python 3", "language": "python", "name": "python3"}
-LANGUAGE = {"file_extension": ".py", "mimetype": "text/x-python", "name": "python"}
+KERNELSPEC = {
+    "display_name": "Python 3",
+    "language": "python",
+    "name": "python3",
+}
+LANGUAGE = {
+    "file_extension": ".py",
+    "mimetype": "text/x-python",
+    "name": "python",
+}
 FOLDED = {
     "hide-output": "outputs_hidden",
     "hide-input": "source_hidden",
@@ -58,7 +73,9 @@ class ThisPython(AsyncKernelManager):
 
     @property
     def kernel_spec(self) -> KernelSpec:
-        return KernelSpec(argv=make_ipkernel_cmd(), **{**KERNELSPEC, "resource_dir": ""})
+        return KernelSpec(
+            argv=make_ipkernel_cmd(), **{**KERNELSPEC, "resource_dir": ""}
+        )
 
 
 def read(path: Path) -> Notebook:
@@ -70,7 +87,9 @@ def read(path: Path) -> Notebook:
         return nbformat.reads(json.dumps(raw), as_version=4)
     except (ValueError, KeyError, TypeError, nbformat.ValidationError) as error:
         reason = str(error).splitlines()[0]
-        raise NotebookFailed(f"{path.name}: no notebook of format 4: {reason}") from None
+        raise NotebookFailed(
+            f"{path.name}: no notebook of format 4: {reason}"
+        ) from None
 
 
 def name_cells(cells: list[dict[str, Any]]) -> None:
@@ -87,7 +106,9 @@ def name_cells(cells: list[dict[str, Any]]) -> None:
 
 def write(path: Path, text: str) -> None:
     """Replace the file in one step, so that nobody ever sees half of it."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".tmp")
+    handle, name = tempfile.mkstemp(
+        dir=path.parent, prefix=f".{path.stem}-", suffix=".tmp"
+    )
     try:
         with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
             file.write(text)
@@ -100,7 +121,11 @@ def write(path: Path, text: str) -> None:
 
 def code_cells(nb: Notebook) -> list[Any]:
     """The cells that run, in order."""
-    return [cell for cell in nb.cells if cell.cell_type == "code" and cell.source.strip()]
+    return [
+        cell
+        for cell in nb.cells
+        if cell.cell_type == "code" and cell.source.strip()
+    ]
 
 
 def code_hash(nb: Notebook) -> str:
@@ -112,12 +137,16 @@ def code_hash(nb: Notebook) -> str:
 def to_text(nb: Notebook) -> str:
     """The one way to write this notebook down: tags, no timings, no traces of an editor."""
     nb = copy.deepcopy(nb)
-    stamp = {key: nb.metadata[key] for key in ("code_sha256",) if key in nb.metadata}
+    stamp = {
+        key: nb.metadata[key] for key in ("code_sha256",) if key in nb.metadata
+    }
     nb.metadata = {"kernelspec": KERNELSPEC, "language_info": LANGUAGE, **stamp}
     for cell in nb.cells:
         tags = list(cell.metadata.get("tags", []))
         folded = {key: True for tag, key in FOLDED.items() if tag in tags}
-        cell.metadata = ({"tags": tags} if tags else {}) | ({"jupyter": folded} if folded else {})
+        cell.metadata = ({"tags": tags} if tags else {}) | (
+            {"jupyter": folded} if folded else {}
+        )
     return nbformat.writes(nb).rstrip("\n") + "\n"
 
 
@@ -135,7 +164,10 @@ def same_picture(old: str, new: str) -> bool:
     import numpy as np
     from PIL import Image
 
-    images = [Image.open(io.BytesIO(base64.b64decode(data))).convert("RGBA") for data in (old, new)]
+    images = [
+        Image.open(io.BytesIO(base64.b64decode(data))).convert("RGBA")
+        for data in (old, new)
+    ]
     if images[0].size != images[1].size:
         return False
     before, after = (np.asarray(image, dtype=np.int16) for image in images)
@@ -144,9 +176,13 @@ def same_picture(old: str, new: str) -> bool:
 
 def same_output(old: dict[str, Any], new: dict[str, Any]) -> bool:
     """Whether a stored output and a new one tell the reader the same."""
-    if old["output_type"] != new["output_type"] or old.get("name") != new.get("name"):
+    if old["output_type"] != new["output_type"] or old.get("name") != new.get(
+        "name"
+    ):
         return False
-    before, after = (out.get("data", {"text": out.get("text")}) for out in (old, new))
+    before, after = (
+        out.get("data", {"text": out.get("text")}) for out in (old, new)
+    )
     if before.keys() != after.keys():
         return False
     return all(
@@ -174,14 +210,20 @@ def run(path: Path, stored: Notebook, timeout_s: int) -> Notebook:
         coalesce_streams=True,
     )
     client.log.disabled = True
-    with tqdm(total=len(nb.cells), desc=path.name, leave=False, disable=None) as bar:
+    with tqdm(
+        total=len(nb.cells), desc=path.name, leave=False, disable=None
+    ) as bar:
         client.on_cell_start = lambda **_: bar.update()
         try:
-            client.execute(stderr=subprocess.DEVNULL)  # ipykernel's remarks on its transport
+            client.execute(
+                stderr=subprocess.DEVNULL
+            )  # ipykernel's remarks on its transport
         except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
             cell = code_cells(nb)[client.code_cells_executed - 1]
             raise NotebookFailed(
-                failure(path, cell, client.code_cells_executed, error, timeout_s)
+                failure(
+                    path, cell, client.code_cells_executed, error, timeout_s
+                )
             ) from None
     set_counts(nb)
     return nb
@@ -196,7 +238,9 @@ def set_counts(nb: Notebook) -> None:
                 output.execution_count = count
 
 
-def failure(path: Path, cell: Any, count: int, error: Exception, timeout_s: int) -> str:
+def failure(
+    path: Path, cell: Any, count: int, error: Exception, timeout_s: int
+) -> str:
     """One message: the file, the cell as Jupyter numbers it, the line, and what it raised."""
     trace = re.sub(r"\x1b\[[\d;]*m", "", getattr(error, "traceback", ""))
     hit = re.search(rf"Cell In\[{count}\], line (\d+)", trace)
@@ -206,7 +250,11 @@ def failure(path: Path, cell: Any, count: int, error: Exception, timeout_s: int)
         what = f"{error.ename}: {error.evalue}"
     else:
         timed_out = isinstance(error, CellTimeoutError)
-        what = f"ran for more than {timeout_s} s" if timed_out else "the kernel died"
+        what = (
+            f"ran for more than {timeout_s} s"
+            if timed_out
+            else "the kernel died"
+        )
     return f"{path.name}, cell [{count}], line {number}: {line}\n    {what}"
 
 
@@ -217,7 +265,11 @@ def merge(old: Notebook, new: Notebook, refresh: bool) -> int:
     changed = 0
     for cell in code_cells(new):
         before = stored[cell.id]
-        measured = rules.TIMED in cell.metadata.get("tags", []) and same_code and not refresh
+        measured = (
+            rules.TIMED in cell.metadata.get("tags", [])
+            and same_code
+            and not refresh
+        )
         if measured or same_outputs(before.outputs, cell.outputs):
             cell.outputs = before.outputs
         else:
@@ -247,22 +299,40 @@ def check(path: Path) -> list[str]:
     nb = read(path)
     found = rules.problems(path, nb)
     if nb.metadata.get("code_sha256") != code_hash(nb):
-        found.append(f"{path.name}, outputs of other code than is stored: run execute.py")
+        found.append(
+            f"{path.name}, outputs of other code than is stored: run execute.py"
+        )
     if to_text(nb) != path.read_text("utf-8"):
-        found.append(f"{path.name}, not in the form that execute.py writes: run it")
+        found.append(
+            f"{path.name}, not in the form that execute.py writes: run it"
+        )
     return found
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Run the notebooks, or check what they store.")
-    parser.add_argument("files", nargs="*", type=Path, help="notebooks; all of them by default")
-    parser.add_argument("--check", action="store_true", help="run nothing, check what is stored")
-    parser.add_argument("--only", default="", metavar="TEXT", help="files whose name holds TEXT")
-    parser.add_argument("--timeout", type=int, default=120, metavar="S", help="of one cell")
-    parser.add_argument("--refresh", action="store_true", help="measure the tagged cells again")
+    parser = argparse.ArgumentParser(
+        description="Run the notebooks, or check what they store."
+    )
+    parser.add_argument(
+        "files", nargs="*", type=Path, help="notebooks; all of them by default"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="run nothing, check what is stored"
+    )
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="files whose name holds TEXT"
+    )
+    parser.add_argument(
+        "--timeout", type=int, default=120, metavar="S", help="of one cell"
+    )
+    parser.add_argument(
+        "--refresh", action="store_true", help="measure the tagged cells again"
+    )
     args = parser.parse_args(argv)
-    files = args.files or sorted(HERE.glob("*.ipynb")) + sorted(HERE.glob("answers/*.ipynb"))
+    files = args.files or sorted(HERE.glob("*.ipynb")) + sorted(
+        HERE.glob("answers/*.ipynb")
+    )
     args.files = [path for path in files if args.only in path.name]
     if missing := [str(path) for path in args.files if not path.is_file()]:
         parser.error(f"no such notebook: {', '.join(missing)}")
@@ -277,7 +347,11 @@ def main(argv: list[str] | None = None) -> int:
     wrong = 0
     for path in args.files:
         try:
-            done = "checked" if args.check else execute(path, args.timeout, args.refresh)
+            done = (
+                "checked"
+                if args.check
+                else execute(path, args.timeout, args.refresh)
+            )
             found = check(path)
         except NotebookFailed as error:
             done, found = "left as it was", [str(error)]

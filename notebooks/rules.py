@@ -14,7 +14,9 @@ MAX_LINES = 30
 MAX_BYTES = 600_000
 TIMED = "nbval-ignore-output"  # the tag of cells whose outputs are measurements, not facts
 
-_FOLDERS = "home|root|tmp|Users|usr|opt|var|mnt|private|work|workspace|content|srv"
+_FOLDERS = (
+    "home|root|tmp|Users|usr|opt|var|mnt|private|work|workspace|content|srv"
+)
 _PATH = rf"(?<![\w./~>-])/(?:{_FOLDERS})/\w|\b[A-Z]:\\\w"
 _TIME = (
     r"(?<![\w.])\d[\d,.]*\s?(?:s|ms|µs|μs|us|ns|secs?|seconds?|mins?|minutes?)\b"
@@ -28,12 +30,19 @@ _REQUEST = (
     r"<(?:script|link|img|iframe|source|video)\b[^>]*\b(?:src|href)\s*=\s*[\"']?\s*(?:https?:)?//"
     r"|@import\b|url\(\s*[\"']?(?:https?:)?//|\bfetch\s*\(|XMLHttpRequest|\bimport\s*\(\s*[\"']https?:"
 )
-_MYST = r"^\(\S+\)=\s*$|\{[a-z][\w:-]*\}`[^`\s]|^\s*(?:`{3,}|:{3,})\{|^\s*>\s*\[!"
-_FILLER = r"\b(?:[Ll]et[’']s|[Cc]rucial|[Pp]owerful|[Nn]ote that|[Aa]s we can see)\b"
+_MYST = (
+    r"^\(\S+\)=\s*$|\{[a-z][\w:-]*\}`[^`\s]|^\s*(?:`{3,}|:{3,})\{|^\s*>\s*\[!"
+)
+_FILLER = (
+    r"\b(?:[Ll]et[’']s|[Cc]rucial|[Pp]owerful|[Nn]ote that|[Aa]s we can see)\b"
+)
 
 CODE = [
     (_PATH, "an absolute path"),
-    (r"^\s*#\s*(?:NBVAL_|PYTEST_VALIDATE)", "an nbval comment that readers see: use a tag"),
+    (
+        r"^\s*#\s*(?:NBVAL_|PYTEST_VALIDATE)",
+        "an nbval comment that readers see: use a tag",
+    ),
     (r"\btqdm\b|progress=True", "a progress bar"),
     (r";\s*\Z", "a trailing `;`: end a plot with plt.show()"),
 ]
@@ -68,21 +77,31 @@ def problems(path: Path, nb: dict[str, Any]) -> list[str]:
             where = f"cell {number} [{cell.get('execution_count')}]"
             said = _code(cell) + _outputs(cell)
         else:
-            said = _matches(MARKDOWN, cell["source"]) + _dead_links(path.parent, cell["source"])
+            said = _matches(MARKDOWN, cell["source"]) + _dead_links(
+                path.parent, cell["source"]
+            )
         found += [f"{where}: {words}" for words in said]
     return [f"{path.name}, {words}" for words in found]
 
 
 def _counts(cells: list[Cell]) -> list[str]:
-    counts = [cell.get("execution_count") for cell in cells if cell["cell_type"] == "code"]
+    counts = [
+        cell.get("execution_count")
+        for cell in cells
+        if cell["cell_type"] == "code"
+    ]
     if counts == list(range(1, len(counts) + 1)):
         return []
-    return [f"execution counts are {counts}, not 1 to {len(counts)}: run execute.py"]
+    return [
+        f"execution counts are {counts}, not 1 to {len(counts)}: run execute.py"
+    ]
 
 
 def _code(cell: Cell) -> list[str]:
     lines = cell["source"].count("\n") + 1
-    said = [f"{lines} lines: more than {MAX_LINES}"] if lines > MAX_LINES else []
+    said = (
+        [f"{lines} lines: more than {MAX_LINES}"] if lines > MAX_LINES else []
+    )
     if not cell["source"].strip():
         said.append("an empty code cell")
     return said + _matches(CODE, cell["source"])
@@ -93,9 +112,13 @@ def _outputs(cell: Cell) -> list[str]:
     said = []
     for output in cell["outputs"]:
         if output["output_type"] == "error":
-            said.append(f"a stored error: {output['ename']}: {output['evalue']}")
+            said.append(
+                f"a stored error: {output['ename']}: {output['evalue']}"
+            )
         elif output.get("name") == "stderr":
-            said.append(f"a message on stderr: {output['text'].strip().splitlines()[0]!r}")
+            said.append(
+                f"a message on stderr: {output['text'].strip().splitlines()[0]!r}"
+            )
         else:
             said += _output(output, timed)
     return list(dict.fromkeys(said))
@@ -119,5 +142,11 @@ def _matches(rules: list[tuple[str, str]], text: str) -> list[str]:
 
 def _dead_links(folder: Path, text: str) -> list[str]:
     links = re.findall(r"\]\(([^)\s]+)", text)
-    local = [link.split("#")[0] for link in links if not re.match(r"[a-z]+:|#", link)]
-    return [f"a link to nothing: {link}" for link in local if not (folder / link).exists()]
+    local = [
+        link.split("#")[0] for link in links if not re.match(r"[a-z]+:|#", link)
+    ]
+    return [
+        f"a link to nothing: {link}"
+        for link in local
+        if not (folder / link).exists()
+    ]
