@@ -91,7 +91,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: not found; a checkpoint directory has one") from None
-    except (OSError, ValueError) as cause:
+    except (OSError, ValueError, RecursionError) as cause:
         raise CheckpointError(f"{path}: not readable as JSON ({cause})") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: holds a {type(content).__name__}, expected a JSON object")
@@ -115,8 +115,8 @@ class _Reader:
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            self.refuse(key, value, "a number above 0")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e300:
+            self.refuse(key, value, "a finite number above 0")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -143,11 +143,11 @@ class _Reader:
             self.refuse(key, name, "one of " + ", ".join(ACTIVATIONS))
         return name
 
-    def eos_ids(self) -> tuple[int, ...]:
-        value = self.raw.get("eos_token_id")
+    def ids(self, key: str) -> tuple[int, ...]:
+        value = self.raw.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-            self.refuse("eos_token_id", value, "an id, a list of ids, or null")
+            self.refuse(key, value, "an id, a list of ids, or null")
         return tuple(ids)
 
     def common(self) -> dict[str, Any]:
@@ -155,9 +155,9 @@ class _Reader:
         return {
             "model_type": self.raw["model_type"],
             "vocab_size": self.whole("vocab_size"),
-            "dtype": self.raw.get("dtype") or self.raw.get("torch_dtype"),
-            "bos_id": self.raw.get("bos_token_id"),
-            "eos_ids": self.eos_ids(),
+            "dtype": self.text("dtype", self.text("torch_dtype", "")) or None,
+            "bos_id": next(iter(self.ids("bos_token_id")), None),
+            "eos_ids": self.ids("eos_token_id"),
         }
 
     def _get(self, key: str, default: Any) -> Any:
@@ -233,8 +233,8 @@ def _rope(r: _Reader) -> RopeConfig:
     """
     key = "rope_scaling" if r.raw.get("rope_scaling") else "rope_parameters"
     stated = r.raw.get(key) or {}
-    if not isinstance(stated, Mapping):
-        r.refuse(key, stated, "an object")
+    if not isinstance(stated, Mapping) or any(isinstance(v, Mapping) for v in stated.values()):
+        r.refuse(key, stated, "one flat object, for all layers")
     inner = _Reader(stated, f"{r.source}: {key}")
     theta = inner.number("rope_theta", r.number("rope_theta", 10_000.0))
     kind = inner.text("rope_type", inner.text("type", "default"))
@@ -244,8 +244,9 @@ def _rope(r: _Reader) -> RopeConfig:
         return RopeConfig(theta=theta)
     if kind != "llama3":
         inner.refuse("rope_type", kind, "'default' or 'llama3'")
-    original = inner.whole(
-        "original_max_position_embeddings", r.whole("max_position_embeddings", 2048)
+    original_key = "original_max_position_embeddings"  # beside the dictionary it wins
+    original = r.whole(
+        original_key, inner.whole(original_key, r.whole("max_position_embeddings", 2048))
     )
     low, high = inner.number("low_freq_factor"), inner.number("high_freq_factor")
     if low >= high:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from spindle.kernels import twins
-from spindle.kernels.packed import Weight, pack, packed_linear
+from spindle.kernels.packed import Weight, pack, packed_linear, packs
 from spindle.kernels.twins import (
     add_layer_norm,
     add_rms_norm,
@@ -28,6 +28,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "pack",
+    "packs",
     "rms_norm",
     "rope",
     "silu_mul",

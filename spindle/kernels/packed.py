@@ -30,9 +30,9 @@ class Weight:
 
 
 def pack(weight: Tensor, bias: Tensor | None = None) -> Weight:
-    """The fastest form of weight [N, K], bias [N] for its device; the input may be dropped."""
-    if not _packs(weight):
-        return Weight(weight.contiguous(), None, bias)
+    """The fastest form of weight [N, K], bias [N] for its device: a copy, whatever form it is."""
+    if not packs(weight):
+        return Weight(weight.clone(memory_format=torch.contiguous_format), None, bias)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
     result = Weight(None, packed, bias)
     result.min_rows = _min_rows(result)
@@ -48,7 +48,7 @@ def packed_linear(x: Tensor, weight: Weight) -> Tensor:
     return y[:rows]
 
 
-def _packs(weight: Tensor) -> bool:
+def packs(weight: Tensor) -> bool:
     """Whether oneDNN's packed form is to be had, and wanted, for this weight."""
     return (
         weight.device.type == "cpu"

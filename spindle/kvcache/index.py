@@ -27,7 +27,7 @@ class StepIndex:
     def of(chunks: Iterable[tuple[int, int, int]], device: torch.device | str = "cpu") -> StepIndex:
         """Lay the chunks (row, start, count) end to end, in the order given."""
         chunks = list(chunks)
-        assert all(start >= 0 and count >= 1 for _, start, count in chunks), chunks
+        assert chunks and all(start >= 0 and count >= 1 for _, start, count in chunks), chunks
         row = [r for r, _, count in chunks for _ in range(count)]
         position = [p for _, start, count in chunks for p in range(start, start + count)]
         rows, starts, counts = zip(*chunks, strict=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from spindle.config import ModelConfig
-from spindle.kernels import Weight, add_layer_norm, layer_norm, linear, pack
+from spindle.kernels import Weight, add_layer_norm, layer_norm, linear
 from spindle.model.layers import KVView, Source, activation
 
 
@@ -53,8 +53,7 @@ class GPT2:
     def __init__(self, config: ModelConfig, source: Source) -> None:
         self.config = config
         V, E = config.vocab_size, config.width
-        self.wte, head = source.embeddings("wte.weight", "lm_head.weight", V, E)
-        self.head = pack(head)
+        self.wte, self.head = source.embeddings("wte.weight", "lm_head.weight", V, E)
         self.wpe = source("wpe.weight", config.max_positions, E)
         self.layers = [_layer(config, source, f"h.{n}.") for n in range(config.num_layers)]
         self.ln_f = _norm(config, source, "ln_f")
@@ -100,8 +99,7 @@ def _layer(config: ModelConfig, source: Source, at: str) -> Layer:
 
     def conv1d(name: str, inputs: int, outputs: int) -> Weight:
         """GPT-2 stores a linear layer as [inputs, outputs]: the transpose of everybody else."""
-        weight = source(f"{at}{name}.weight", inputs, outputs)
-        return pack(weight.t(), source(f"{at}{name}.bias", outputs))
+        return source.linear({f"{at}{name}": outputs}, inputs, biased=True, transposed=True)
 
     return Layer(
         ln_1=_norm(config, source, f"{at}ln_1"),

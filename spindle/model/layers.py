@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spindle.config import ModelConfig, RopeConfig
+from spindle.kernels import Weight, pack, packs
 
 
 class KVView(Protocol):
@@ -27,14 +28,66 @@ class KVView(Protocol):
         """Causal attention of q [T, H, D] over what is stored -> [T, H, D]."""
 
 
-class Source(Protocol):
-    """Where a model takes its weights from: a checkpoint, a random generator, a list of wishes."""
+class Source:
+    """Where a model takes its weights from: a checkpoint, a random generator, a list of wishes.
+
+    A subclass says how to `fill` a tensor that is there; what models ask for stands here.
+    """
+
+    tied = False  # the output head is the token embedding
+    spare = True  # memory allows a tied embedding to be packed once more, for the head
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        self._scratch = self._empty(0)
+
+    def fill(self, out: Tensor, name: str) -> None:
+        """Write the tensor `name` into `out`, which has its shape and may be strided."""
+        raise NotImplementedError
 
     def __call__(self, name: str, *shape: int) -> Tensor:
         """The tensor of that name and shape, in the model's dtype and on its device."""
+        out = self._empty(*shape)
+        self.fill(out, name)
+        return out
 
-    def embeddings(self, embed: str, head: str, rows: int, width: int) -> tuple[Tensor, Tensor]:
-        """The token embedding and the output head [rows, width]: one tensor twice where tied."""
+    def linear(
+        self, parts: dict[str, int], inputs: int, biased: bool, transposed: bool = False
+    ) -> Weight:
+        """One weight of several [outputs, inputs] that read the same input; name -> outputs.
+
+        `transposed`: stored as [inputs, outputs].
+        """
+        outputs = list(parts.values())
+        weight = self._room(sum(outputs), inputs)
+        bias = self._empty(sum(outputs)) if biased else None
+        for name, block in zip(parts, weight.split(outputs), strict=True):
+            self.fill(block.t() if transposed else block, f"{name}.weight")
+        if bias is not None:
+            for name, block in zip(parts, bias.split(outputs), strict=True):
+                self.fill(block, f"{name}.bias")
+        return pack(weight, bias)
+
+    def embeddings(self, embed: str, head: str, rows: int, width: int) -> tuple[Tensor, Weight]:
+        """The token embedding [rows, width] and the output head; one tensor where they are tied."""
+        table = self(embed, rows, width)
+        return table, self.tied_head(table) if self.tied else pack(self(head, rows, width))
+
+    def tied_head(self, table: Tensor) -> Weight:
+        """The embedding as the head: packed once more if that is faster and fits, else shared."""
+        return pack(table) if self.spare and packs(table) else Weight(table, None, None)
+
+    def _room(self, rows: int, columns: int) -> Tensor:
+        """Space [rows, columns] for a matrix that is packed at once, then overwritten by the next.
+
+        One buffer for all of them: a new one each would leave holes in memory between the packed.
+        """
+        if self._scratch.numel() < rows * columns:
+            self._scratch = self._empty(rows * columns)
+        return self._scratch[: rows * columns].view(rows, columns)
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
 
 class Model(Protocol):

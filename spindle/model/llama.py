@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spindle.config import ModelConfig
-from spindle.kernels import Weight, add_rms_norm, linear, pack, rms_norm, rope, silu_mul
+from spindle.kernels import Weight, add_rms_norm, linear, rms_norm, rope, silu_mul
 from spindle.model.layers import KVView, Rope, Source, activation
 
 
@@ -40,8 +40,7 @@ class Llama:
         assert config.rope is not None
         self.config = config
         V, E = config.vocab_size, config.width
-        self.embed, head = source.embeddings("embed_tokens.weight", "lm_head.weight", V, E)
-        self.head = pack(head)
+        self.embed, self.head = source.embeddings("embed_tokens.weight", "lm_head.weight", V, E)
         self.layers = [_layer(config, source, f"layers.{n}.") for n in range(config.num_layers)]
         self.norm = source("norm.weight", E)
         self.dtype, self.device = self.embed.dtype, self.embed.device
@@ -94,10 +93,7 @@ def _layer(config: ModelConfig, source: Source, at: str) -> Layer:
     queries, keys = config.num_heads * D, config.num_kv_heads * D
 
     def stacked(parts: dict[str, int], inputs: int, biased: bool) -> Weight:
-        """One weight from several [outputs, inputs] that read the same input."""
-        weights = [source(f"{at}{name}.weight", n, inputs) for name, n in parts.items()]
-        biases = [source(f"{at}{name}.bias", n) for name, n in parts.items() if biased]
-        return pack(torch.cat(weights), torch.cat(biases) if biased else None)
+        return source.linear({f"{at}{name}": n for name, n in parts.items()}, inputs, biased)
 
     attention, mlp = config.attention_bias, config.mlp_bias
     qkv = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}

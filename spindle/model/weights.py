@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from torch import Tensor
 
 from spindle.config import ModelConfig, read_json
 from spindle.errors import CheckpointError, RequestError
+from spindle.kernels import Weight, pack
 from spindle.model.gpt2 import GPT2
-from spindle.model.layers import Model
+from spindle.model.layers import Model, Source
 from spindle.model.llama import Llama
 
 FAMILIES: dict[str, type[GPT2] | type[Llama]] = {"gpt2": GPT2, "llama": Llama}
@@ -63,10 +65,11 @@ def pick_device(device: str | torch.device = "auto") -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         place = torch.device(device)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         raise RequestError(f"device {device!r}: expected 'auto', 'cpu' or 'cuda'") from None
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise RequestError(f"device {str(device)!r}: torch sees no CUDA GPU here; use 'cpu'")
+    seen = torch.cuda.device_count()
+    if place.type == "cuda" and (place.index or 0) >= seen:
+        raise RequestError(f"device {str(device)!r}: torch sees {seen or 'no'} CUDA GPU here")
     if place.type == "mps":
         raise RequestError(
             "device 'mps': not supported, since sampling is done in 64 bits, which Apple's GPUs "
@@ -116,8 +119,8 @@ class Checkpoint:
         """Compare names and shapes with what the model asks for; all that differs, in one error."""
         shapes = dict(wanted.shapes)
         if self.config.tie_embeddings:  # either of the two may be left out (transformers, too)
-            given = [name for name in wanted.tied if name in self.shapes] or wanted.tied[:1]
-            for name in set(wanted.tied) - set(given):
+            given = [name for name in wanted.pair if name in self.shapes] or wanted.pair[:1]
+            for name in set(wanted.pair) - set(given):
                 shapes.pop(name)
         faults = [
             f"missing: {name} {list(shape)}"
@@ -147,58 +150,72 @@ class Checkpoint:
         return Reader(self, dtype, device)
 
 
-class Reader:
-    """The Source of a checked checkpoint: tensors of our own, converted one at a time."""
+class Reader(Source):
+    """The Source of a checked checkpoint: it converts straight from the mapped file."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
-        self._checkpoint, self._dtype, self._device = checkpoint, dtype, device
+        super().__init__(dtype, device)
+        self.tied, self.spare = checkpoint.config.tie_embeddings, spare_head(checkpoint.config)
+        self._files = checkpoint.files
         self._open: dict[Path, Any] = {}
 
-    def __call__(self, name: str, *shape: int) -> Tensor:
-        path, stored = self._checkpoint.files[name]
+    def fill(self, out: Tensor, name: str) -> None:
+        path, stored = self._files[name]
         if path not in self._open:
             self._open[path] = safe_open(path, framework="pt")  # memory-mapped, not read
-        mapped = self._open[path].get_tensor(stored)
-        # Always a copy: a weight must not change with the file that it came from.
-        return mapped.to(self._device, self._dtype, copy=True)
+        out.copy_(self._open[path].get_tensor(stored))
 
-    def embeddings(self, embed: str, head: str, rows: int, width: int) -> tuple[Tensor, Tensor]:
-        """Tied weights are one tensor. As in transformers, two that differ are not tied after all,
-        and of a tied pair either may stand for both."""
-        given = [name for name in (embed, head) if name in self._checkpoint.files]
-        first = self(given[0], rows, width)
+    def embeddings(self, embed: str, head: str, rows: int, width: int) -> tuple[Tensor, Weight]:
+        """Of a tied pair either may stand for both; two that differ are not tied after all.
+
+        That is how transformers has it.
+        """
+        given = [name for name in (embed, head) if name in self._files]
+        table = self(given[0], rows, width)
         if len(given) == 1:
-            return first, first
-        second = self(given[1], rows, width)
-        if self._checkpoint.config.tie_embeddings and torch.equal(first, second):
-            return first, first
-        return first, second
+            return table, self.tied_head(table)
+        other = self(given[1], rows, width)
+        same = self.tied and torch.equal(table, other)
+        return table, self.tied_head(table) if same else pack(other)
 
 
-class Wishes:
+class Wishes(Source):
     """A Source that has nothing: it writes down what a model asks for."""
 
     def __init__(self) -> None:
+        super().__init__(torch.float32, torch.device("meta"))
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.tied: tuple[str, ...] = ()
+        self.pair: tuple[str, ...] = ()  # the two names that may stand for one tensor
 
-    def __call__(self, name: str, *shape: int) -> Tensor:
-        self.shapes[name] = shape
-        return torch.empty(shape, device="meta")
+    def fill(self, out: Tensor, name: str) -> None:
+        self.shapes[name] = tuple(out.shape)
 
-    def embeddings(self, embed: str, head: str, rows: int, width: int) -> tuple[Tensor, Tensor]:
-        self.tied = (embed, head)
-        return self(embed, rows, width), self(head, rows, width)
+    def embeddings(self, embed: str, head: str, rows: int, width: int) -> tuple[Tensor, Weight]:
+        self.pair = (embed, head)
+        return super().embeddings(embed, head, rows, width)
 
 
 def wishes(config: ModelConfig) -> Wishes:
-    """Names and shapes of the weights that a model of this config has."""
+    """Names and shapes of the weights that a model of this config has, embedding and head both."""
     source = Wishes()
     FAMILIES[config.model_type](config, source)
     return source
 
 
-class RandomSource:
+def spare_head(config: ModelConfig) -> bool:
+    """Whether a tied embedding may be packed once more for the head.
+
+    Loading is to hold no more than 1.25 times the weights; where the embedding is more than a fifth
+    of them, as in GPT-2's smallest, the head reads the plain one, at half the speed. (2.5% are
+    left for what the allocator cannot use again; a few megabytes are always to be had.)
+    """
+    total = sum(math.prod(shape) for shape in wishes(config).shapes.values())
+    head = config.vocab_size * config.width
+    passing = max(2 * config.mlp_width, 3 * config.width) * config.width  # the largest to pack
+    return head < 4e6 or head + passing <= 0.225 * (total - head)
+
+
+class RandomSource(Source):
     """A Source of seeded normal weights: the same for a name and seed, whatever else is drawn.
 
     Matrices are scaled by gain / sqrt(inputs), so that activations neither fade nor blow up and
@@ -208,21 +225,16 @@ class RandomSource:
     def __init__(
         self, config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device, gain: float
     ) -> None:
-        self._config, self._seed, self._gain = config, seed, gain
-        self._like: dict[str, Any] = {"dtype": dtype, "device": device}
+        super().__init__(dtype, device)
+        self.tied, self.spare = config.tie_embeddings, spare_head(config)
+        self._seed, self._scale = seed, gain / config.width**0.5
 
-    def __call__(self, name: str, *shape: int) -> Tensor:
+    def fill(self, out: Tensor, name: str) -> None:
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-        noise = torch.randn(shape, generator=generator)
-        if len(shape) == 1:  # norms near 1, biases near 0
-            centre = 0.0 if name.endswith("bias") else 1.0
-            return (centre + 0.1 * noise).to(**self._like)
-        return (noise * self._gain / self._config.width**0.5).to(**self._like)
-
-    def embeddings(self, embed: str, head: str, rows: int, width: int) -> tuple[Tensor, Tensor]:
-        first = self(embed, rows, width)
-        return first, first if self._config.tie_embeddings else self(head, rows, width)
+        noise = torch.randn(out.shape, generator=generator)
+        centre = 0.0 if name.endswith("bias") else 1.0
+        out.copy_(noise * self._scale if noise.ndim > 1 else centre + 0.1 * noise)
 
 
 def random_model(
@@ -257,7 +269,7 @@ def _shards(index: Path) -> list[Path]:
         raise CheckpointError(f"{index}: no weight_map; expected tensor name -> file name")
     shards = sorted({str(name) for name in names.values()})
     for shard in shards:
-        if Path(shard).name != shard:
+        if Path(shard).name != shard or shard in ("", ".."):
             raise CheckpointError(f"{index}: shard {shard!r} is a path; expected a file beside it")
         if not (index.parent / shard).exists():
             raise CheckpointError(f"{index.parent / shard}: not found, but {index.name} names it")

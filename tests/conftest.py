@@ -1,0 +1,92 @@
+"""What every test stands on: quiet, offline, derandomised; and what is left out is said.
+
+`smollm2` tests need the checkpoint: without it they are skipped, listed with a count; with CI set
+they fail instead. `cuda` tests need a GPU. `network` and `slow` run when asked: `-m network`.
+"""
+
+import os
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+
+ON_REQUEST = ("network", "slow")
+
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("ci")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before anything imports transformers or huggingface_hub: no network, no bars, no advice."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if "network" not in config.option.markexpr:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    asked = config.option.markexpr
+    left_out = {mark for mark in ON_REQUEST if mark not in asked}
+    dropped = [item for item in items if any(item.get_closest_marker(m) for m in left_out)]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if item not in set(dropped)]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Raised from here, all skips of one reason are one line of the summary, with their count."""
+    if item.get_closest_marker("smollm2"):
+        need_smollm2()
+    if item.get_closest_marker("cuda"):
+        need_cuda()
+
+
+def need_smollm2() -> None:
+    from spindle import hub
+
+    if hub.is_cached("smollm2"):
+        return
+    if os.environ.get("CI"):
+        pytest.fail(
+            "CI is set, and smollm2 is not in the cache: run `spindle fetch smollm2`", False
+        )
+    pytest.skip("smollm2 is not in the cache; `spindle fetch smollm2` brings it")
+
+
+def need_cuda() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
+
+
+@pytest.fixture(scope="session")
+def tiny_models() -> dict:
+    """Random float64 models, one a family: 3 layers, 97 tokens, 64 positions; Llama's has GQA."""
+    import torch
+
+    from spindle.config import ModelConfig
+    from spindle.model.weights import random_model
+
+    gpt2 = dict(model_type="gpt2", vocab_size=97, n_positions=64, n_embd=48, n_layer=3, n_head=4)
+    llama = dict(model_type="llama", vocab_size=97, max_position_embeddings=64, hidden_size=48)
+    llama |= dict(intermediate_size=80, num_hidden_layers=3, head_dim=16)
+    llama |= dict(num_attention_heads=4, num_key_value_heads=2)
+    return {
+        raw["model_type"]: random_model(ModelConfig.from_dict(raw), dtype=torch.float64)
+        for raw in (gpt2, llama)
+    }
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Torch with two threads for one test, whatever OMP_NUM_THREADS says."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
