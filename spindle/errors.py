@@ -5,7 +5,7 @@
     ├── CheckpointError      a file that is missing, damaged, or does not fit its config.json
     ├── ConfigError          a config.json that asks for a computation we do not do
     ├── TokenizerError       a tokenizer.json that cannot be read or is of an unknown kind
-    ├── RequestError         a prompt or a sampling parameter that cannot be honoured (a ValueError too)
+    ├── RequestError         a prompt or parameter that cannot be honoured (a ValueError too)
     └── NumericsError        logits that are no distribution: NaN, +inf, or nothing but -inf
 
 A message names the thing, says what was wrong with it, and says what would be right. It is raised

@@ -142,12 +142,14 @@ def check_complete(present: set[str], metadata: Metadata, file: Path) -> None:
 
 
 def head_size(metadata: Metadata) -> int:
+    """Numbers in a head: stated, or an even share of the width."""
     width: int = metadata["llama.embedding_length"]
     even_share = width // metadata["llama.attention.head_count"]
     return metadata.get("llama.attention.key_length", even_share)
 
 
 def key_value_heads(metadata: Metadata) -> int:
+    """Key and value heads: stated, or as many as there are query heads."""
     heads: int = metadata["llama.attention.head_count"]
     return metadata.get("llama.attention.head_count_kv", heads)
 

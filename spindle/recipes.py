@@ -261,5 +261,6 @@ def sync(path: Path) -> None:
 
 
 def sha256(file: Path) -> str:
+    """The SHA-256 of a file's content, in hexadecimal."""
     with open(file, "rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()

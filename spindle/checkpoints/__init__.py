@@ -1,0 +1,1 @@
+"""The bundled models, one directory each, and the script that trained them."""

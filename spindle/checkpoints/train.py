@@ -254,6 +254,7 @@ def tokenizer_config(context: int) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write an object as the indented JSON that people read."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
@@ -280,6 +281,7 @@ def load(directory: Path) -> GPT2:
 
 
 def count_weights(network: GPT2) -> int:
+    """The numbers in a network; tied ones count once."""
     return sum(weight.numel() for weight in network.parameters())
 
 
@@ -366,6 +368,7 @@ def train_draft(directory: Path, target: Path, data: Data, recipe: Recipe) -> No
 
 
 def parse_arguments() -> argparse.Namespace:
+    """The command line: where to, and for how many steps each model is trained."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("build/checkpoints"), metavar="DIR")
     parser.add_argument("--steps", type=int, default=TINY.steps, help="of tiny; 0 keeps DIR/tiny")
