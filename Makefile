@@ -1,0 +1,81 @@
+# Everything starts here: `make` lists the targets. The first one that needs it sets up .venv, in one
+# constrained pip call, and touches a stamp; until pyproject.toml or constraints.txt change, a second
+# call does nothing.
+
+PYTHON ?= python3#     another interpreter: make run PYTHON=python3.12
+PIP_ARGS ?=#           more for pip, such as an index with CPU builds of torch
+PROMPT ?= If the argument is#   what `make run` continues
+SEED ?= 2#             with which draws; the same seed gives the same text
+MODEL ?= smollm2#      what `make bench` measures
+
+export PROMPT
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
+NEEDS := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help run test lab notebooks book bench fetch doctor clean
+
+help: ## list what can be made
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+
+run: $(VENV)/.base ## generate text with the bundled model
+	@printf '%s' "$$PROMPT"
+	@$(PY) -m spindle generate -m tiny -p "$$PROMPT" -n 60 \
+	  --temperature 0.6 --top-p 0.9 --seed $(SEED)
+	@echo
+	@echo 'Next:  make lab                           the notebooks, which build this engine up'
+	@echo '       make book                          the same as a site'
+	@echo '       $(VENV)/bin/spindle fetch smollm2    a larger model: 93 MB to download'
+
+test: $(VENV)/.dev ## what a change must pass: lint, types, tests, notebooks, book
+	@$(PY) tests/check.py
+
+lab: $(VENV)/.dev ## open the notebooks in JupyterLab
+	@$(PY) -m jupyterlab notebooks
+
+notebooks: $(VENV)/.dev ## run all notebooks and store their outputs
+	@$(PY) notebooks/execute.py
+
+book: $(VENV)/.dev ## build the book into book/_build/html
+	@$(PY) -m sphinx -b html -W --keep-going -c book . book/_build/html
+	@echo 'Open book/_build/html/book/index.html'
+
+bench: $(VENV)/.dev ## one stream beside transformers on this machine
+	@$(PY) -m spindle fetch $(MODEL)
+	@$(PY) -m spindle bench peers -m $(MODEL)
+
+fetch: $(VENV)/.base ## bring smollm2 into the cache, once
+	@$(PY) -m spindle fetch smollm2
+
+doctor: $(VENV)/.base ## what is here, what is missing, and what that costs
+	@$(PY) -m spindle doctor
+
+clean: ## remove caches and the built book; the environment stays (rm -rf .venv)
+	rm -rf book/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# The environment: .base runs the package, .dev runs all of the above.
+
+$(VENV)/.base: $(NEEDS) | $(VENV)/bin/pip
+	@echo 'Installing spindle into $(VENV), once; torch alone takes minutes to download ...'
+	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/.dev: $(NEEDS) | $(VENV)/bin/pip
+	@echo 'Installing spindle with its tests, notebooks and book into $(VENV), once ...'
+	@$(PIP) -e '.[dev]'
+	@touch $(VENV)/.base $@
+
+$(VENV)/bin/pip:
+	@$(PYTHON) -c '' || { \
+	  echo "make: $(PYTHON) does not run: spindle needs Python 3.11 or newer; say which with" \
+	    "make $(MAKECMDGOALS) PYTHON=path/to/python" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "make: $$($(PYTHON) --version 2>&1) is too old: spindle needs 3.11 or newer; say which" \
+	    "with make $(MAKECMDGOALS) PYTHON=path/to/python" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' || { \
+	  echo "make: $(PYTHON) comes without venv; on Debian and Ubuntu the package python3-venv" \
+	    "brings it" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }

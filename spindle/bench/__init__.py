@@ -1,0 +1,9 @@
+"""Benchmarks: each module measures one thing, prints one table, and writes it with `--json FILE`.
+
+A module has `add_arguments(parser)` and `run(args) -> exit status`; the command line imports it
+only when it is asked for. Its name and sentence stand here, so that help needs no torch.
+"""
+
+BENCHES = {
+    "peers": "one greedy stream beside transformers: same weights, same prompt, alternating runs",
+}

@@ -1,0 +1,309 @@
+"""The `spindle` command: generate, fetch, doctor, bench.
+
+Text goes to stdout and everything else to stderr, so that a pipe gets the text alone. The exit
+status is 0 when it is done, 1 for a fault of ours, 2 for a fault in what we were given (one line
+says which), 130 after Ctrl-C, 141 when the reader of our output has gone away. Torch takes seconds
+to import, so only what needs it imports it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from spindle.bench import BENCHES
+from spindle.errors import RequestError, SpindleError
+
+if TYPE_CHECKING:
+    from spindle.decode.engine import Stream
+    from spindle.tokenizer import StreamDecoder
+
+OUR_FAULT, USER_FAULT, INTERRUPTED, NO_READER = 1, 2, 130, 141  # shells count 128 + the signal
+
+EXAMPLES = """examples:
+  spindle generate -m tiny -p "A list is"
+  spindle fetch smollm2
+  spindle generate -m smollm2 -p "The capital of France is" -n 16 --temperature 0
+  spindle doctor
+"""
+GENERATE_EXAMPLES = """examples:
+  spindle generate -p "A list is" --temperature 0.7 --top-p 0.9 --seed 1
+  printf 'Once upon a time' | spindle generate -m smollm2 -p - -n 100 > story.txt
+  spindle generate -m path/to/checkpoint -p "Hello" --json | python -m json.tool
+
+MODEL is a bundled name (tiny, tiny-draft), a fetched one (smollm2), a directory with config.json,
+*.safetensors and tokenizer.json, or the id of a model on the hub.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status; what is wrong is one line on stderr."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # an ASCII terminal shows \u20ac, and nothing crashes
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        args = _parser(argv).parse_args(argv)
+        status: int = args.run(args)
+        say("")  # what is still in the buffer: a full disk or a closed pipe shows itself here
+        return status
+    except SystemExit as end:  # argparse: --help, or a usage error that it has reported
+        return int(end.code or 0)
+    except BaseException as error:
+        if "--debug" in argv and not isinstance(error, BrokenPipeError):
+            traceback.print_exc()
+        return _report(error)
+
+
+def _report(error: BaseException) -> int:
+    """Say in one line what ended the command; returns its exit status."""
+    _drop_unwritten_output()
+    if isinstance(error, BrokenPipeError):
+        return NO_READER
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    if isinstance(error, SpindleError):
+        complain(str(error))
+        return USER_FAULT
+    complain(
+        f"{type(error).__name__}: {error}: this is a fault of spindle, not of yours; "
+        "the same command with --debug shows where"
+    )
+    return OUR_FAULT
+
+
+def complain(message: str) -> None:
+    """`spindle: error: ...` on stderr, the lines of the message joined to one."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    joined = "; ".join(lines).replace(":; ", ": ")
+    print(f"spindle: error: {joined}", file=sys.stderr)
+
+
+def say(text: str) -> None:
+    """Write to stdout at once. SpindleError if it cannot be written, as on a full disk."""
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as cause:
+        raise SpindleError(f"stdout: {cause.strerror or cause}") from None
+
+
+def _drop_unwritten_output() -> None:
+    """Python flushes stdout once more as it ends, and must not fail a second time."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except AttributeError:  # stdout was closed from the start
+        pass
+
+
+# The command line.
+
+
+class _Parser(argparse.ArgumentParser):
+    def __init__(self, **options: Any) -> None:
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(**options, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        complain(f"{message}; try `{self.prog} --help`")
+        raise SystemExit(USER_FAULT)
+
+
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser for all commands; a benchmark's own options are there when argv names it."""
+    parser = _Parser(
+        prog="spindle", description="An LLM inference engine to read.", epilog=EXAMPLES
+    )
+    debug = argparse.ArgumentParser(add_help=False)
+    debug.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_generate(commands, debug)
+    _add_fetch(commands, debug)
+    _add_doctor(commands, debug)
+    _add_bench(commands, debug, argv)
+    return parser
+
+
+def _add_generate(commands: Any, debug: argparse.ArgumentParser) -> None:
+    about = "continue a prompt, token by token"
+    parser = commands.add_parser(
+        "generate", parents=[debug], help=about, description=about, epilog=GENERATE_EXAMPLES
+    )
+    add, given = parser.add_argument, argparse.SUPPRESS  # defaults are SamplingParams'
+    add("-m", "--model", default="tiny", help="what to run (default: tiny)")
+    add("-p", "--prompt", required=True, help='the text to continue; "-": stdin, to its last byte')
+    add("-n", "--max-new-tokens", type=int, default=64, metavar="N", help="tokens (default: 64)")
+    add("--temperature", type=float, default=given, help="0: greedy (default: 1)")
+    add("--top-k", type=int, default=given, help="keep the k likeliest tokens (default: all)")
+    add("--top-p", type=float, default=given, help="keep the likeliest that hold this much")
+    add("--min-p", type=float, default=given, help="keep tokens this likely, beside the likeliest")
+    add("--seed", type=int, default=given, help="same seed, same text (default: drawn, see --json)")
+    add("--ignore-eos", action="store_true", default=given, help="go on after an end token")
+    add("--device", default="auto", help="auto, cpu or cuda (default: auto)")
+    add("--dtype", default="auto", help="auto, float32, bfloat16, float16 or float64")
+    add("--max-seq-len", type=int, metavar="N", help="prompt and answer together, in tokens")
+    add("--json", action="store_true", help="one object: text, token ids, finish reason, stats")
+    add("-q", "--quiet", "--no-stats", action="store_true", help="no line of stats on stderr")
+    parser.set_defaults(run=generate)
+
+
+def _add_fetch(commands: Any, debug: argparse.ArgumentParser) -> None:
+    about = "bring a model to this machine, once, and print its directory"
+    example = "example:\n  spindle fetch smollm2"
+    parser = commands.add_parser(
+        "fetch", parents=[debug], help=about, description=about, epilog=example
+    )
+    parser.add_argument("name", metavar="NAME", help="smollm2, or the id of a model on the hub")
+    parser.set_defaults(run=fetch)
+
+
+def _add_doctor(commands: Any, debug: argparse.ArgumentParser) -> None:
+    about = "what is here, what is missing, and what that costs"
+    parser = commands.add_parser("doctor", parents=[debug], help=about, description=about)
+    parser.add_argument("--json", action="store_true", help="the same as one object")
+    parser.set_defaults(run=doctor)
+
+
+def _add_bench(commands: Any, debug: argparse.ArgumentParser, argv: Sequence[str]) -> None:
+    about = "measure on this machine; each prints one table"
+    parser = commands.add_parser("bench", help=about, description=about)
+    benches = parser.add_subparsers(metavar="BENCH", required=True)
+    for name, sentence in BENCHES.items():
+        bench = benches.add_parser(name, parents=[debug], help=sentence, description=sentence)
+        if name in argv:
+            module = importlib.import_module(f"spindle.bench.{name}")
+            module.add_arguments(bench)
+            bench.set_defaults(run=module.run)
+
+
+# The commands: each takes the parsed options and returns the exit status.
+
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")
+
+
+def generate(args: argparse.Namespace) -> int:
+    """Stream the continuation of a prompt to stdout, or print one JSON object."""
+    sampling = {name: getattr(args, name) for name in SAMPLING if hasattr(args, name)}
+    prompt = read_prompt(args.prompt)
+
+    from spindle import Engine, SamplingParams, StreamDecoder, Tokenizer, load_hf
+    from spindle.hub import resolve
+
+    SamplingParams(max_tokens=args.max_new_tokens, **sampling)  # refused before anything is loaded
+    directory = resolve(args.model)
+    tokenizer = Tokenizer(directory)
+    ids = tokenizer.encode(prompt)
+    engine = Engine(load_hf(directory, args.device, args.dtype), args.max_seq_len)
+    stream = engine.stream(ids, args.max_new_tokens, **sampling)
+    decoder = StreamDecoder(tokenizer, prompt_ids=ids)
+    new_ids, text = _run_stream(stream, decoder, show=not args.json)
+    stats = stream.stats
+    if args.json:
+        answer: dict[str, Any] = {"prompt": prompt, "text": text, "token_ids": new_ids}
+        answer |= {"finish_reason": stats.finish_reason, "stats": stats.as_dict()}
+        say(json.dumps(answer) + "\n")
+    else:
+        _end_of_text(text, None if args.quiet else stats.summary())
+    return INTERRUPTED if stats.finish_reason == "abort" else 0
+
+
+def _run_stream(stream: Stream, decoder: StreamDecoder, show: bool) -> tuple[list[int], str]:
+    """The ids and the text of the answer, shown as it comes; Ctrl-C ends it after its token."""
+    ids: list[int] = []
+    pieces: list[str] = []
+
+    def take(piece: str) -> None:
+        pieces.append(piece)
+        if show and piece:
+            say(piece)
+
+    with _interrupts(stream) as interrupted:
+        for token in stream:
+            ids.append(token)
+            take(decoder.push(token))
+            if interrupted.is_set():
+                break
+    if interrupted.is_set() and stream.stats.finish_reason is None:
+        stream.close()
+    take(decoder.flush())
+    return ids, "".join(pieces)
+
+
+@contextmanager
+def _interrupts(stream: Stream) -> Iterator[threading.Event]:
+    """Ctrl-C sets the event, so that ids, text and stats agree; before a token, it ends the block.
+
+    A second Ctrl-C raises KeyboardInterrupt wherever it finds us.
+    """
+    interrupted, previous = threading.Event(), signal.getsignal(signal.SIGINT)
+
+    def note(signum: int, frame: object) -> None:
+        again = interrupted.is_set()
+        interrupted.set()
+        if again or stream.stats.new_tokens == 0:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield interrupted
+    except KeyboardInterrupt:
+        pass
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def _end_of_text(text: str, summary: str | None) -> None:
+    """End the line at a terminal; elsewhere stdout gets the text alone, and stderr the newline."""
+    open_line = not text.endswith("\n")
+    if open_line and sys.stdout is not None and sys.stdout.isatty():
+        say("\n")
+        open_line = False
+    if summary is not None:
+        print("\n" * open_line + summary, file=sys.stderr)
+
+
+def read_prompt(prompt: str) -> str:
+    """The prompt itself, or for "-" all of stdin. RequestError: stdin is not UTF-8."""
+    if prompt != "-":
+        return prompt
+    if sys.stdin is None:
+        raise RequestError("stdin is closed; expected the prompt there, since it was given as '-'")
+    if sys.stdin.isatty():
+        print("the prompt, then Ctrl-D on a line of its own:", file=sys.stderr)
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as cause:
+        byte = cause.object[cause.start]
+        raise RequestError(
+            f"stdin: byte {byte:#04x} at offset {cause.start} is not UTF-8; expected text in UTF-8"
+        ) from None
+
+
+def fetch(args: argparse.Namespace) -> int:
+    """Bring a model and print where it lies."""
+    from spindle import hub
+
+    say(f"{hub.fetch(args.name)}\n")
+    return 0
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """Print what is here and what is missing."""
+    from spindle import doctor as examination
+
+    checks = examination.examine()
+    report = examination.as_json(checks) if args.json else examination.as_text(checks)
+    say(report + "\n")
+    return 0

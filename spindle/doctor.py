@@ -1,0 +1,154 @@
+"""What is on this machine, what is missing, and what that costs: `spindle doctor`.
+
+Nothing that is looked for here is required: where something is missing, spindle does with less, and
+the report says with how much less.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import spindle
+from spindle import hub
+from spindle.errors import RequestError
+
+COMPILERS = ("c++", "g++", "clang++")
+EXTRAS = {  # module -> the extra that installs it, what it is for
+    "transformers": ("hf", "the tests and `spindle bench peers` have nothing to compare with"),
+    "matplotlib": ("notebooks", "the notebooks cannot draw"),
+    "sphinx": ("book", "`make book` cannot build the book"),
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked for: what was found, or what its absence costs."""
+
+    name: str
+    found: str | None  # None: it is missing
+    cost: str = ""  # in words, where something is missing
+
+
+def examine() -> list[Check]:
+    """Look at everything; changes nothing, downloads nothing, takes as long as torch does."""
+    return [*interpreter(), *torch_and_device(), cpp_compiler(), nvcc(), *models(), *extras()]
+
+
+def as_text(checks: list[Check]) -> str:
+    """A line for each check, `-` before what is missing."""
+    width = max(len(check.name) for check in checks)
+    return "\n".join(_line(check, width) for check in checks)
+
+
+def _line(check: Check, width: int) -> str:
+    mark = " " if check.found is not None else "-"
+    told = " · ".join(part for part in (check.found or "missing", check.cost) if part)
+    return f"{mark} {check.name:<{width}}  {told}"
+
+
+def as_json(checks: list[Check]) -> str:
+    """An object with a member for each check: {"found": text or null, "cost": text}."""
+    members = {check.name: asdict(check) for check in checks}
+    for member in members.values():
+        del member["name"]
+    return json.dumps(members, indent=2)
+
+
+def interpreter() -> Iterator[Check]:
+    """The package, and the Python and the system that it runs on."""
+    yield Check("spindle", spindle.__version__)
+    system = f"{platform.system()} {platform.machine()}"
+    yield Check("python", f"{platform.python_version()} on {system}")
+
+
+def torch_and_device() -> Iterator[Check]:
+    """torch, the device that "auto" means here, and the threads."""
+    try:
+        import torch
+
+        from spindle.model.weights import pick_device
+    except Exception as error:  # a broken installation fails in many ways
+        yield Check("torch", None, f"nothing runs without it ({error})")
+        return
+    yield Check("torch", torch.__version__)
+    device = pick_device("auto")
+    if device.type == "cuda":
+        yield Check("device", f"cuda, {torch.cuda.get_device_name()}")
+    else:
+        yield Check("device", "cpu", _why_no_gpu(torch.backends.mps.is_available()))
+    yield Check("threads", f"{torch.get_num_threads()} (OMP_NUM_THREADS changes it)")
+
+
+def _why_no_gpu(has_apple_gpu: bool) -> str:
+    """Why models run on the CPU; an Apple GPU is refused in the words of `pick_device`."""
+    from spindle.model.weights import pick_device
+
+    if has_apple_gpu:
+        try:
+            pick_device("mps")
+        except RequestError as refusal:
+            return str(refusal)
+    return "no CUDA GPU: models run on the CPU, tests marked cuda are skipped"
+
+
+def cpp_compiler() -> Check:
+    """$CXX, or the first of the usual names; nothing is compiled to find out."""
+    cost = "nothing is built from C++: plain torch does all the work, tests that build are skipped"
+    wanted = os.environ.get("CXX")
+    candidates = (wanted,) if wanted else COMPILERS
+    path = next((found for name in candidates if (found := shutil.which(name))), None)
+    if path is None:
+        tried = f"$CXX is {wanted!r}, no command" if wanted else f"none of {', '.join(COMPILERS)}"
+        return Check("c++ compiler", None, f"{tried}: {cost}")
+    return Check("c++ compiler", f"{path}, {_version(path, '')}")
+
+
+def nvcc() -> Check:
+    """The CUDA compiler, if it is on the path."""
+    cost = "CUDA sources are not compiled, tests that compile them are skipped"
+    path = shutil.which("nvcc")
+    if path is None and (home := os.environ.get("CUDA_HOME")):
+        path = shutil.which("nvcc", path=str(Path(home) / "bin"))
+    if path is None:
+        return Check("nvcc", None, cost)
+    return Check("nvcc", f"{path}, {_version(path, 'release')}")
+
+
+def _version(program: str, word: str) -> str:
+    """The first line of `program --version` that holds `word`."""
+    try:
+        run = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"which does not run ({error})"
+    lines = [line.strip() for line in run.stdout.splitlines() if word in line]
+    return lines[0] if lines else "of unknown version"
+
+
+def models() -> Iterator[Check]:
+    """The cache, and each model that has a name here."""
+    yield Check("cache", str(hub.cache_dir()))
+    for model in hub.known_models():
+        size = f"{model.size_bytes / 1e6:,.0f} MB"
+        if model.present:
+            yield Check(f"model {model.name}", f"{model.about} ({size}, {model.directory})")
+        else:
+            brought = f"`{model.command}` brings it" if model.command else "the package is damaged"
+            yield Check(f"model {model.name}", None, f"{model.about} ({size}); {brought}")
+
+
+def extras() -> Iterator[Check]:
+    """The optional packages, and what each is for."""
+    for module, (extra, cost) in EXTRAS.items():
+        if importlib.util.find_spec(module) is None:
+            yield Check(module, None, f"{cost}; `pip install -e '.[{extra}]'` brings it")
+        else:
+            yield Check(module, importlib.metadata.version(module))

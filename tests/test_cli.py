@@ -1,0 +1,705 @@
+"""The `spindle` command, as a shell sees it: what goes to which stream, and the exit status.
+
+Cases that need a real process (pipes, signals, encodings) start one; the others call `main`, which
+is what the process calls, and save the seconds that torch takes to import.
+"""
+
+import importlib.util
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer as Library
+from tokenizers import decoders, models, pre_tokenizers
+
+from spindle import Engine, StreamDecoder, Tokenizer, cli, doctor, load_hf
+from spindle.bench import peers
+from spindle.config import ModelConfig
+from spindle.decode.engine import Stream
+from spindle.errors import SpindleError
+from spindle.model.weights import RandomSource, wishes
+
+GPT2 = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "vocab_size": 257,
+    "n_positions": 4096,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "eos_token_id": 256,
+    "bos_token_id": 256,
+}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": ""}
+GREEDY = ("-p", "the cat", "-n", "12", "--temperature", "0", "--ignore-eos")
+
+
+def write_checkpoint(directory: Path, **changes: Any) -> Path:
+    """A random GPT-2 of 40,000 weights, whose tokens are the 256 bytes and an end."""
+    raw = GPT2 | changes
+    (directory / "config.json").write_text(json.dumps(raw))
+    config = ModelConfig.from_dict(raw)
+    source = RandomSource(config, 0, torch.float32, torch.device("cpu"), 2.0)
+    shapes = wishes(config).shapes
+    tensors = {name: source(name, *shape) for name, shape in shapes.items() if "head" not in name}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: n for n, character in enumerate(alphabet)}
+    library = Library(models.BPE(vocabulary, []))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens(["<|endoftext|>"])
+    library.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("random"))
+
+
+def shell(*args: object, stdin: bytes = b"", **environment: str) -> subprocess.CompletedProcess:
+    """One run of the command in a process of its own; streams are bytes."""
+    command = [sys.executable, "-m", "spindle", *map(str, args)]
+    env = ENVIRONMENT | environment
+    return subprocess.run(command, input=stdin, capture_output=True, timeout=120, env=env)
+
+
+def expected(checkpoint: Path, prompt: str, new: int, **sampling: Any) -> tuple[list[int], str]:
+    """What the package gives for the same request."""
+    tokenizer = Tokenizer(checkpoint)
+    ids = tokenizer.encode(prompt)
+    new_ids, _ = Engine(load_hf(checkpoint)).generate(ids, new, **sampling)
+    decoder = StreamDecoder(tokenizer, prompt_ids=ids)
+    return new_ids, "".join(decoder.push(i) for i in new_ids) + decoder.flush()
+
+
+# What goes where.
+
+
+def test_a_pipe_gets_the_text_alone(checkpoint: Path) -> None:
+    run = shell("generate", "-m", checkpoint, *GREEDY)
+    _, text = expected(checkpoint, "the cat", 12, temperature=0, ignore_eos=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.decode() == text
+    stats = run.stderr.decode()
+    assert stats.startswith("\n") != text.endswith("\n")  # the stats begin on a line of their own
+    assert stats.strip().count("\n") == 0
+    assert "12 tokens after a prompt of 7" in stats
+    assert "ttft" in stats and "tok/s" in stats
+
+
+@pytest.mark.parametrize("option", ["--quiet", "--no-stats", "-q"])
+def test_quiet_leaves_stderr_empty(
+    checkpoint: Path, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["generate", "-m", str(checkpoint), *GREEDY, option]) == 0
+    out, err = capsys.readouterr()
+    assert (out, err) == (
+        expected(checkpoint, "the cat", 12, temperature=0, ignore_eos=True)[1],
+        "",
+    )
+
+
+def test_json_is_one_object(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sampling = ["--temperature", "0.8", "--top-k", "50", "--top-p", "0.9", "--min-p", "0.01"]
+    args = ["-p", "é", "-n", "9", *sampling, "--seed", "5", "--ignore-eos", "--json"]
+    assert cli.main(["generate", "-m", str(checkpoint), *args]) == 0
+    out, err = capsys.readouterr()
+    answer = json.loads(out)
+    ids, text = expected(
+        checkpoint,
+        "é",
+        9,
+        temperature=0.8,
+        top_k=50,
+        top_p=0.9,
+        min_p=0.01,
+        seed=5,
+        ignore_eos=True,
+    )
+    assert set(answer) == {"prompt", "text", "token_ids", "finish_reason", "stats"}
+    assert (answer["prompt"], answer["token_ids"], answer["text"]) == ("é", ids, text)
+    assert answer["finish_reason"] == "length"
+    assert (answer["stats"]["seed"], answer["stats"]["new_tokens"]) == (5, 9)
+    assert answer["stats"]["prompt_tokens"] == 2
+    assert err == ""
+
+
+def test_a_drawn_seed_is_reported_and_repeats_the_text(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer(*seed: str) -> dict[str, Any]:
+        assert cli.main(["generate", "-m", str(checkpoint), "-p", "a", "--json", *seed]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    first = answer()
+    again = answer("--seed", str(first["stats"]["seed"]))
+    assert again["token_ids"] == first["token_ids"]
+    assert answer()["stats"]["seed"] != first["stats"]["seed"]
+
+
+def test_an_end_token_stops_the_answer(
+    tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The greedy answer of the same weights, its third new token declared an end token."""
+    ids, _ = expected(checkpoint, "the cat", 12, temperature=0, ignore_eos=True)
+    end = next(n for n in range(1, 12) if ids[n] not in ids[:n])
+    write_checkpoint(tmp_path, eos_token_id=ids[end])
+    args = ["generate", "-m", str(tmp_path), "-p", "the cat", "-n", "12", "--temperature", "0"]
+    for option, kept, reason in ([], end + 1, "stop"), (["--ignore-eos"], 12, "length"):
+        assert cli.main([*args, *option, "--json"]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert answer["token_ids"] == ids[:kept]
+        assert answer["finish_reason"] == reason
+
+
+def test_stdin_is_the_prompt_to_its_last_byte(checkpoint: Path) -> None:
+    text = "é\r\nb\n"
+    run = shell("generate", "-m", checkpoint, "-p", "-", "-n", "3", "--json", stdin=text.encode())
+    answer = json.loads(run.stdout)
+    assert answer["prompt"] == text
+    assert answer["stats"]["prompt_tokens"] == len(text.encode())
+
+
+def test_stdin_that_is_not_utf8_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff")))
+    assert cli.main(["generate", "-p", "-"]) == 2
+    assert one_error(capsys).startswith("stdin: byte 0xff at offset 2 is not UTF-8")
+
+
+def test_an_answer_may_end_inside_a_character(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever its length: bytes that no later token completes are U+FFFD, as in the decode."""
+    unfinished = 0
+    for new in range(1, 9):
+        args = ["generate", "-m", str(checkpoint), "-p", "ab", "--temperature", "0"]
+        assert cli.main([*args, "--ignore-eos", "-q", "-n", str(new)]) == 0
+        ids, text = expected(checkpoint, "ab", new, temperature=0, ignore_eos=True)
+        assert capsys.readouterr().out == text
+        tokenizer = Tokenizer(checkpoint)
+        decoder = StreamDecoder(tokenizer, prompt_ids=tokenizer.encode("ab"))
+        unfinished += "".join(map(decoder.push, ids)) != text
+    assert unfinished > 0
+
+
+def test_the_first_word_keeps_its_space(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A SentencePiece token has its space in front, which only the first word of a text drops."""
+    write_checkpoint(tmp_path, vocab_size=26, eos_token_id=None, bos_token_id=None)
+    words = {f"\u2581{chr(97 + n)}": n for n in range(26)}
+    library = Library(models.WordLevel(words, "\u2581a"))
+    library.pre_tokenizer, library.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    library.save(str(tmp_path / "tokenizer.json"))
+    assert cli.main(["generate", "-m", str(tmp_path), "-p", "c", "-n", "3", "-q"]) == 0
+    assert re.fullmatch("( [a-z]){3}", capsys.readouterr().out)
+
+
+# Processes, pipes and signals.
+
+
+def test_an_ascii_stdout_shows_escapes(checkpoint: Path) -> None:
+    """Random bytes give U+FFFD, which ASCII does not have; nothing crashes, nothing is lost."""
+    _, text = expected(checkpoint, "the cat", 12, temperature=0, ignore_eos=True)
+    run = shell("generate", "-m", checkpoint, *GREEDY, PYTHONIOENCODING="ascii")
+    assert run.returncode == 0, run.stderr
+    assert "\ufffd" in text
+    assert run.stdout == text.encode("ascii", errors="backslashreplace")
+
+
+def test_a_reader_that_leaves_ends_it_quietly(checkpoint: Path) -> None:
+    args = ["generate", "-m", str(checkpoint), "-p", "a", "-n", "4000", "--ignore-eos"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "spindle", *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=ENVIRONMENT,
+    ) as run:
+        assert run.stdout is not None and run.stderr is not None
+        assert len(run.stdout.read(10)) == 10  # as `| head -c 10` does
+        run.stdout.close()
+        assert run.wait(timeout=60) == 141
+        assert run.stderr.read() == b""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_is_one_line(checkpoint: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "spindle", "generate", "-m", str(checkpoint), *GREEDY]
+        run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=ENVIRONMENT)
+    assert run.returncode == 2
+    assert run.stderr.decode() == "spindle: error: stdout: No space left on device\n"
+
+
+def test_ctrl_c_keeps_what_was_generated(checkpoint: Path) -> None:
+    args = ["-p", "a", "-n", "4000", "--ignore-eos", "--temperature", "0"]
+    command = [sys.executable, "-m", "spindle", "generate", "-m", str(checkpoint), *args]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "bufsize": 0}
+    with subprocess.Popen(command, **pipes, env=ENVIRONMENT) as run:
+        first = run.stdout.read(1)  # tokens are coming
+        run.send_signal(signal.SIGINT)
+        rest, err = run.communicate(timeout=60)
+    assert run.returncode == 130
+    count = int(re.match(rb"\n?(\d+) tokens after a prompt of 1 ", err)[1])
+    assert 0 < count < 4000
+    _, text = expected(checkpoint, "a", count, temperature=0, ignore_eos=True)
+    assert (first + rest).decode() == text
+    assert err.strip().count(b"\n") == 0
+
+
+PRESS_CTRL_C = """
+import json, os, signal, sys
+from spindle import cli
+from spindle.tokenizer import StreamDecoder
+push, seen = StreamDecoder.push, []
+def pressing(self, token):
+    seen.append(token)
+    if len(seen) == 8:  # the prompt is 3 of them
+        os.kill(os.getpid(), signal.SIGINT)
+    return push(self, token)
+StreamDecoder.push = pressing
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_ctrl_c_in_json_says_abort(checkpoint: Path) -> None:
+    """The signal arrives at a known token, so ids, text and stats are known to the last."""
+    args = ["generate", "-m", str(checkpoint), "-p", "abc", "-n", "4000", "--temperature", "0"]
+    command = [sys.executable, "-c", PRESS_CTRL_C, *args, "--ignore-eos", "--json"]
+    run = subprocess.run(command, capture_output=True, env=ENVIRONMENT, timeout=120)
+    assert run.returncode == 130, run.stderr
+    answer = json.loads(run.stdout)
+    ids, text = expected(checkpoint, "abc", 5, temperature=0, ignore_eos=True)
+    assert (answer["token_ids"], answer["text"]) == (ids, text)
+    assert answer["finish_reason"] == "abort"
+    assert answer["stats"]["new_tokens"] == 5
+    assert run.stderr == b""
+
+
+def test_ctrl_c_before_the_first_token_ends_the_prefill(checkpoint: Path) -> None:
+    engine, tokenizer = Engine(load_hf(checkpoint)), Tokenizer(checkpoint)
+    stream = engine.stream([1, 2, 3], 5, temperature=0)
+
+    def prefill() -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(10)
+        yield 0
+
+    stream = Stream(prefill(), stream.stats)
+    before, start = signal.getsignal(signal.SIGINT), time.monotonic()
+    assert cli._run_stream(stream, StreamDecoder(tokenizer), show=False) == ([], "")
+    assert time.monotonic() - start < 5
+    assert stream.stats.finish_reason == "abort"
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_token(checkpoint: Path) -> None:
+    stream = Engine(load_hf(checkpoint)).stream([1, 2, 3], 5, temperature=0)
+    stats = stream.stats
+
+    def tokens() -> Any:
+        stats.record()
+        yield 1
+        stats.record()
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(10)
+        yield 2
+
+    stream, start = Stream(tokens(), stats), time.monotonic()
+    ids, _ = cli._run_stream(stream, StreamDecoder(Tokenizer(checkpoint)), show=False)
+    assert time.monotonic() - start < 5
+    assert ids == [1]
+
+
+def test_ctrl_c_elsewhere_has_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(name: str) -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("spindle.hub.fetch", interrupted)
+    assert cli.main(["fetch", "smollm2"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+# Errors: one line, exit status 2.
+
+
+def one_error(capsys: pytest.CaptureFixture[str]) -> str:
+    """The message of the one line on stderr; nothing is on stdout."""
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("spindle: error: ") and err.endswith("\n") and err.count("\n") == 1
+    return err.removeprefix("spindle: error: ").rstrip("\n")
+
+
+BAD_SAMPLING = [
+    ("--temperature", "-1", "temperature=-1.0"),
+    ("--temperature", "nan", "temperature=nan"),
+    ("--temperature", "inf", "temperature=inf"),
+    ("--temperature", "1e30", "temperature=1e+30"),
+    ("--top-p", "-1", "top_p=-1.0"),
+    ("--top-p", "1.5", "top_p=1.5"),
+    ("--top-p", "nan", "top_p=nan"),
+    ("--top-k", "-2", "top_k=-2"),
+    ("--min-p", "2", "min_p=2.0"),
+    ("--seed", "-1", "seed=-1"),
+    ("--seed", str(2**63), f"seed={2**63}"),
+    ("--seed", str(2**64), f"seed={2**64}"),
+    ("-n", "-1", "max_tokens=-1"),
+]
+
+
+@pytest.mark.parametrize(("option", "value", "named"), BAD_SAMPLING)
+def test_a_sampling_value_out_of_range_is_refused_before_anything_is_loaded(
+    option: str, value: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """B113, B114: through the command line; the model does not exist, and is never looked for."""
+    assert cli.main(["generate", "-m", "no/such-model", "-p", "a", option, value]) == 2
+    assert one_error(capsys).startswith(f"{named}: expected ")
+
+
+def test_no_new_tokens_is_an_empty_answer(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """B110: -n 0 is no error."""
+    assert cli.main(["generate", "-m", str(checkpoint), "-p", "a", "-n", "0", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["token_ids"], answer["text"], answer["finish_reason"]) == ([], "", "length")
+    assert answer["stats"]["ttft_ms"] is None
+
+
+def test_an_empty_prompt_is_refused(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """B107: this tokenizer adds no BOS, so '' has no ids."""
+    assert cli.main(["generate", "-m", str(checkpoint), "-p", ""]) == 2
+    assert one_error(capsys) == "the prompt has no tokens; expected at least one"
+
+
+def test_an_empty_stdin_is_refused(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """B107: an empty pipe is an empty prompt."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    assert cli.main(["generate", "-m", str(checkpoint), "-p", "-"]) == 2
+    assert one_error(capsys) == "the prompt has no tokens; expected at least one"
+
+
+def test_a_prompt_longer_than_the_context_is_refused(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """B111: through --max-seq-len."""
+    args = ["generate", "-m", str(checkpoint), "-p", "abcd", "--max-seq-len"]
+    assert cli.main([*args, "3"]) == 2
+    assert one_error(capsys) == "the prompt has 4 tokens; at most 3 fit"
+    assert cli.main([*args, "4097"]) == 2
+    assert one_error(capsys) == "max_seq_len=4097: the model has 4096 positions"
+    assert cli.main([*args, "6", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["token_ids"]) == 2
+
+
+def test_a_prompt_with_half_a_character_is_refused(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bytes of the command line that are no UTF-8 reach Python as lone surrogates."""
+    assert cli.main(["generate", "-m", str(checkpoint), "-p", "a\udcff"]) == 2
+    assert "expected whole characters" in one_error(capsys)
+
+
+@pytest.mark.parametrize("option", ["--device", "--dtype"])
+def test_a_device_or_dtype_that_is_none_is_refused(
+    checkpoint: Path, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["generate", "-m", str(checkpoint), "-p", "a", option, "abacus"]) == 2
+    message = one_error(capsys)
+    assert message.startswith(f"{option[2:]} 'abacus': expected 'auto'")
+
+
+def test_mps_is_refused_in_words(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "-m", str(checkpoint), "-p", "a", "--device", "mps"]) == 2
+    assert one_error(capsys).startswith("device 'mps': not supported, since")
+
+
+def damage_weights(directory: Path) -> None:
+    weights = directory / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+
+
+def damage_shapes(directory: Path) -> None:
+    config = json.loads((directory / "config.json").read_text()) | {"n_layer": 3}
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def damage_family(directory: Path) -> None:
+    (directory / "config.json").write_text('{"model_type": "abacus"}')
+
+
+def damage_tokenizer(directory: Path) -> None:
+    (directory / "tokenizer.json").write_text("{")
+
+
+def no_tokenizer(directory: Path) -> None:
+    (directory / "tokenizer.json").unlink()
+
+
+def no_config(directory: Path) -> None:
+    (directory / "config.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "file", "words"),
+    [
+        (damage_weights, "model.safetensors", "damaged or not a safetensors file"),
+        (damage_shapes, "", "the weights are not those of its config.json (gpt2): missing: h.2."),
+        (damage_family, "config.json", "llama"),
+        (damage_tokenizer, "tokenizer.json", "expected a tokenizer.json"),
+        (no_tokenizer, "tokenizer.json", "no such file"),
+        (no_config, "", "it has no config.json"),
+    ],
+)
+def test_a_damaged_checkpoint_is_one_line(
+    damage: Any, file: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(write_checkpoint(tmp_path))
+    assert cli.main(["generate", "-m", str(tmp_path), "-p", "a"]) == 2
+    message = one_error(capsys)
+    assert message.startswith(str(tmp_path / file)) and words in message
+
+
+def test_a_file_is_no_model(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = checkpoint / "model.safetensors"
+    assert cli.main(["generate", "-m", str(weights), "-p", "a"]) == 2
+    assert one_error(capsys).startswith(f"{weights} is no checkpoint: it is a file")
+
+
+def test_a_name_that_is_none_lists_what_there_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in (["generate", "-p", "a", "-m"], ["fetch"]):
+        assert cli.main([*command, "./nowhere"]) == 2
+        message = one_error(capsys)
+        assert "'./nowhere'" in message and "tiny" in message and "smollm2" in message
+
+
+def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "-m", "./nowhere", "-p", "a", "--debug"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("Traceback")
+    assert err.splitlines()[-1].startswith("spindle: error: no model './nowhere'")
+
+
+def test_a_fault_of_ours_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(name: str) -> Path:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr("spindle.hub.fetch", broken)
+    assert cli.main(["fetch", "smollm2"]) == 1
+    message = one_error(capsys)
+    assert message.startswith("ZeroDivisionError: division by zero: this is a fault of spindle")
+    assert "--debug" in message
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ([], "COMMAND"),
+        (["walk"], "invalid choice: 'walk'"),
+        (["generate"], "-p/--prompt"),
+        (["generate", "-p", "a", "-n", "many"], "invalid int value: 'many'"),
+        (["generate", "-p", "a", "--temp", "1"], "--temp"),
+        (["bench"], "BENCH"),
+        (["bench", "peers", "--new", "x"], "invalid int value: 'x'"),
+    ],
+)
+def test_a_usage_error_is_one_line(
+    args: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(args) == 2
+    message = one_error(capsys)
+    assert words in message and message.endswith(" --help`")
+
+
+# Help, which is fast.
+
+
+def test_every_command_has_help_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    for args in ([], ["generate"], ["fetch"], ["doctor"], ["bench"], ["bench", "peers"]):
+        assert cli.main([*args, "--help"]) == 0
+        out, err = capsys.readouterr()
+        assert out.startswith(f"usage: {' '.join(['spindle', *args])}") and err == ""
+        if args in ([], ["generate"], ["fetch"]):
+            assert "example" in out
+
+
+NO_TORCH = """
+import sys, types
+package = types.ModuleType("spindle")
+package.__path__ = [sys.argv.pop(1)]
+sys.modules["spindle"] = package
+from spindle import cli
+status = cli.main(sys.argv[1:])
+heavy = {"torch", "numpy", "tokenizers", "transformers", "huggingface_hub"} & set(sys.modules)
+sys.exit(f"imported {heavy}" if heavy else status)
+"""
+
+
+@pytest.mark.parametrize("command", [[], ["generate"], ["fetch"], ["doctor"], ["bench"]])
+def test_help_imports_nothing_heavy(command: list[str]) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", NO_TORCH, str(Path(cli.__file__).parent), *command, "--help"],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout.startswith("usage: spindle")
+
+
+# doctor.
+
+
+def test_doctor_says_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert cli.main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["torch"]["found"] == torch.__version__
+    assert report["threads"]["found"].startswith(f"{torch.get_num_threads()} ")
+    names = ("python", "device", "c++ compiler", "nvcc", "cache", "model tiny", "model smollm2")
+    for name in (*names, "transformers", "matplotlib", "sphinx"):
+        assert f" {name} " in text
+        assert set(report[name]) == {"found", "cost"}
+        assert report[name]["found"] is not None or report[name]["cost"]
+
+
+def test_doctor_says_what_a_missing_compiler_costs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("CXX", "CUDA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert doctor.cpp_compiler().found is None and doctor.nvcc().found is None
+    assert "plain torch does all the work" in doctor.cpp_compiler().cost
+    assert "not compiled" in doctor.nvcc().cost
+    assert doctor.as_text([doctor.nvcc()]).startswith("- nvcc  missing · CUDA sources")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "'no-such-compiler'" in doctor.cpp_compiler().cost
+
+
+def test_doctor_finds_a_compiler_and_nvcc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for path, line in ("bin/nvcc", "nvcc\nCuda, release 13.0, V13"), ("my-c++", "mine 1.2\nmore"):
+        program = tmp_path / path
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f"#!/bin/sh\nprintf '{line}'\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setenv("CXX", str(tmp_path / "my-c++"))
+    assert doctor.cpp_compiler().found == f"{tmp_path / 'my-c++'}, mine 1.2"
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert doctor.nvcc().found == f"{tmp_path / 'bin' / 'nvcc'}, Cuda, release 13.0, V13"
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert doctor.nvcc().found == f"{tmp_path / 'bin' / 'nvcc'}, Cuda, release 13.0, V13"
+
+
+def test_doctor_says_on_a_mac_that_its_gpu_is_refused() -> None:
+    assert doctor._why_no_gpu(has_apple_gpu=True).startswith("device 'mps': not supported")
+    assert "no CUDA GPU" in doctor._why_no_gpu(has_apple_gpu=False)
+
+
+def test_doctor_says_how_to_get_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "sphinx" else real(name)
+    )
+    missing = {check.name: check.cost for check in doctor.extras() if check.found is None}
+    assert list(missing) == ["sphinx"]
+    assert "pip install -e '.[book]'" in missing["sphinx"]
+
+
+# bench peers.
+
+
+def test_bench_peers_compares_on_the_same_tokens(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    file = tmp_path / "peers.json"
+    args = ["bench", "peers", "-m", str(checkpoint), "--new", "24", "--repeat", "2"]
+    assert cli.main([*args, "--json", str(file)]) == 0
+    table = capsys.readouterr().out
+    result = json.loads(file.read_text())
+    job = result["jobs"]["one_stream"]
+    assert list(job) == ["spindle", "transformers"]
+    for name, row in job.items():
+        assert row["same_tokens"] is True
+        assert row["useful_tok_s"] > 0 and row["ttft_ms"] > 0 and row["peak_mb"] > 50
+        assert f"| {name} | {row['useful_tok_s']:.1f} |" in table
+    ratio = job["spindle"]["useful_tok_s"] / job["transformers"]["useful_tok_s"]
+    assert f"spindle / transformers: {ratio:.2f}." in table
+    bound = result["read_gb_s"] * 1e9 / result["weight_bytes"]
+    assert result["bound_tok_s"] == pytest.approx(bound)
+
+
+def test_without_transformers_the_gap_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    names, gaps = peers._engines()
+    assert names == ["spindle"]
+    assert gaps["transformers"].startswith("not installed; ")
+
+
+def test_a_token_reads_every_weight_but_the_tables(checkpoint: Path) -> None:
+    """Tied: the embedding is read once, as the head. Untied: its table is not read, the head is."""
+    E, V, P = 32, 257, 4096
+    layer = 12 * E * E + 13 * E  # qkv, out, up, down and their biases, two norms
+    tied = ModelConfig.from_dict(GPT2)
+    untied = ModelConfig.from_dict(GPT2 | {"tie_word_embeddings": False})
+    for config in (tied, untied):
+        assert peers.bytes_per_token(config, torch.float32) == 4 * (V * E + 2 * layer + 2 * E)
+    on_disk = (checkpoint / "model.safetensors").stat().st_size
+    assert on_disk > peers.bytes_per_token(tied, torch.float32) + 4 * P * E
+
+
+def test_figures_are_medians_and_notice_other_tokens() -> None:
+    turns = [peers.Turn([1, 2, 3, 4], seconds, seconds / 4, 2_000_000) for seconds in (1, 2, 8)]
+    row = peers._figures(turns, [1, 2, 3, 4])
+    assert row == {"useful_tok_s": 2.0, "ttft_ms": 500.0, "same_tokens": True, "peak_mb": 2.0}
+    assert peers._figures(turns, [1, 2, 3, 5])["same_tokens"] is False
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--new", "1"], "--new 1: expected 2 to 4072"),
+        (["--new", "4073"], "--new 4073: expected 2 to 4072"),
+        (["--repeat", "0"], "--repeat 0: expected 1 or more"),
+        (["--json", "/no/such/folder/x.json"], "--json /no/such/folder/x.json: there is no"),
+    ],
+)
+def test_bench_peers_refuses_before_it_measures(
+    checkpoint: Path, options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "peers", "-m", str(checkpoint), *options]) == 2
+    assert one_error(capsys).startswith(words)
+
+
+def test_a_worker_that_stops_early_is_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    short = types.SimpleNamespace(generate=lambda prompt, new: ([1], 1.0, 0.5))
+    monkeypatch.setattr(peers, "_generate", short.generate, raising=False)
+    with pytest.raises(SpindleError, match="1 tokens came where 2 were asked for"):
+        peers._turn([1], 2)
