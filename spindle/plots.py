@@ -152,10 +152,11 @@ def _bounds(ax: Axes, machine: Machine, max_rows: int) -> None:
     ax.plot(ends, [top, top], "--", color=COLOURS["compute"], lw=1)
     roof = [min(machine.memory_bound(rows), top) for rows in (ends[0], knee, ends[1])]
     ax.plot([ends[0], knee, ends[1]], roof, color=COLOURS["ink"], lw=2.5, label="bound")
-    first = machine.memory_bound(1)
-    note = f"memory: {first:,.3g} passes a second"
-    _note(ax, note, 1, first, COLOURS["memory"], (8, -4), va="top")
-    _note(ax, f"arithmetic: {top:,.3g} tokens a second", 1, top, COLOURS["compute"], (0, 6))
+    note = f"memory: {_short(machine.memory_bound(1))} passes a second"
+    middle = math.sqrt(knee)  # half-way up the slope, away from the dots of one row
+    at = machine.memory_bound(middle)
+    _note(ax, note, middle, at, COLOURS["memory"], (10, -6), va="top")
+    _note(ax, f"arithmetic: {_short(top)} tokens a second", 1, top, COLOURS["compute"], (0, 6))
     ax.axvline(knee, color=COLOURS["faint"], lw=1, zorder=0)
     _note(ax, f"knee: {knee:.3g} rows", knee, top, COLOURS["ink"], (6, -6), va="top")
     ax.text(
@@ -169,8 +170,13 @@ def _dots(ax: Axes, dots: Sequence[tuple[str, float, float]], colour: str, max_r
         ax.plot([rows], [speed], "o", ms=8, color=colour, zorder=3, label=label)
         left = rows > max_rows / 2
         shift = (-9, -1) if left else (9, -1)
-        text = f"{label}: {speed:,.3g}"
+        text = f"{label}: {_short(speed)}"
         _note(ax, text, rows, speed, colour, shift, va="center", ha="right" if left else "left")
+
+
+def _short(value: float) -> str:
+    """Three digits, or all of a larger number's."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _note(

@@ -7,16 +7,24 @@ import time
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
+
+READ_BYTES = 512 * 2**20  # far more than any cache holds
 
 
-def read_bytes_per_s(megabytes: int = 512, repeats: int = 5) -> float:
-    """Bytes a second of reading memory: the median of sums over a tensor too large for a cache."""
-    x = torch.ones(megabytes * 250_000)  # float32
-    return x.nbytes / _median_s(lambda: x.sum(), repeats)
+def read_buffer(device: torch.device | str = "cpu") -> Tensor:
+    """A tensor that is too large for a cache, to be read again and again."""
+    return torch.ones(READ_BYTES // 4, device=device)
+
+
+def read_bytes_per_s(buffer: Tensor | None = None, repeats: int = 5) -> float:
+    """Bytes a second at which a sum reads memory, median; `buffer` is `read_buffer`'s."""
+    x = read_buffer() if buffer is None else buffer
+    return x.nbytes / _median_s(lambda: x.sum().item(), repeats)  # .item() waits for a GPU
 
 
 def flops_per_s(size: int = 1536, repeats: int = 5) -> float:
-    """Floating-point operations a second of a float32 product of two square matrices: median."""
+    """Floating-point operations a second of a float32 product of two square matrices, median."""
     a, b = torch.randn(size, size), torch.randn(size, size)
     return 2 * size**3 / _median_s(lambda: a @ b, repeats)
 

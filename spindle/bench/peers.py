@@ -30,6 +30,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from spindle import hub
+from spindle.bench import machine
 from spindle.config import ModelConfig
 from spindle.decode.engine import Engine
 from spindle.errors import RequestError, SpindleError
@@ -37,7 +38,6 @@ from spindle.model.weights import load_hf, pick_device, pick_dtype, wishes
 from spindle.tokenizer import Tokenizer
 
 PROMPT = "The capital of France is"
-READ_BYTES = 512 * 2**20  # far more than any cache holds
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def _take_turns(
     directory: Path, names: Sequence[str], prompt: list[int], new: int, repeat: int
 ) -> tuple[dict[str, list[Turn]], float]:
     """The turns of each engine in order, and the median read bandwidth between them in GB/s."""
-    buffer = torch.ones(READ_BYTES // 4, device=pick_device())
+    buffer = machine.read_buffer(pick_device())
     turns: dict[str, list[Turn]] = {name: [] for name in names}
     bandwidths = []
     with ExitStack() as stack:
@@ -191,19 +191,9 @@ def _take_turns(
             worker.submit(_turn, prompt, new).result()  # warm: caches, threads, lazy imports
         for _ in tqdm(range(repeat), desc="turns", disable=None):  # None: only at a terminal
             for name, worker in workers.items():
-                bandwidths.append(read_gb_s(buffer))
+                bandwidths.append(machine.read_bytes_per_s(buffer, repeats=3) / 1e9)
                 turns[name].append(worker.submit(_turn, prompt, new).result())
     return turns, statistics.median(bandwidths)
-
-
-def read_gb_s(buffer: Tensor) -> float:
-    """The speed at which a sum reads a large tensor, best of three, in GB/s."""
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        buffer.sum().item()  # .item() waits for a GPU
-        times.append(time.perf_counter() - start)
-    return buffer.nbytes / min(times) / 1e9
 
 
 def _worker() -> ProcessPoolExecutor:
