@@ -1,10 +1,37 @@
-"""spindle: an LLM inference engine to read."""
+"""spindle: an LLM inference engine to read.
 
-from spindle.decode.engine import Engine
-from spindle.decode.sampling import SamplingParams
+The public names are found when they are first used: `spindle --help` need not wait for torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from spindle.errors import SpindleError
-from spindle.model.weights import load_hf
-from spindle.tokenizer import StreamDecoder, Tokenizer
+
+if TYPE_CHECKING:  # the same names, where type checkers and editors look for them
+    from spindle.decode.engine import Engine
+    from spindle.decode.sampling import SamplingParams
+    from spindle.model.weights import load_hf
+    from spindle.tokenizer import StreamDecoder, Tokenizer
 
 __version__ = "0.1.0"
 __all__ = ["Engine", "SamplingParams", "SpindleError", "StreamDecoder", "Tokenizer", "load_hf"]
+
+_HOMES = {
+    "Engine": "spindle.decode.engine",
+    "SamplingParams": "spindle.decode.sampling",
+    "StreamDecoder": "spindle.tokenizer",
+    "Tokenizer": "spindle.tokenizer",
+    "load_hf": "spindle.model.weights",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'spindle' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

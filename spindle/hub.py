@@ -67,6 +67,8 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Path:
     Only a hub id may cause a download. ModelNotFound when there is none of that name, with what
     there is and what would bring it; CheckpointError when a path exists and is no checkpoint.
     """
+    if not isinstance(name_or_path, str | os.PathLike):
+        raise ModelNotFound(f"model {name_or_path!r}: expected a name, a directory or a hub id")
     text = os.fspath(name_or_path)
     is_name = isinstance(name_or_path, str)
     if is_name and text in BUNDLED:

@@ -219,7 +219,7 @@ def _spelling(decoder: tokenizers.decoders.Decoder | None, path: Path) -> Spelli
 
 def _folder(path_or_name: str | Path) -> Path:
     """A path is itself; a bare word is a name first, so that it means the model of that name."""
-    path = Path(path_or_name).expanduser()
+    path = Path(str(path_or_name)).expanduser()  # what is neither is refused by `resolve`
     if path.is_dir() and path.name != path_or_name:  # a Path, even of one word, equals no str
         return path
     from spindle.hub import resolve  # only here: a directory needs no hub

@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, pre_tokenizers
 
+import spindle
 from spindle import gguf_import, hub, recipes
 from spindle.errors import CheckpointError, ModelNotFound, SpindleError
 
@@ -844,3 +845,11 @@ def test_the_written_tokenizer_is_the_built_one(tmp_path, bpe):
     config = json.loads((directory / "tokenizer_config.json").read_text())
     assert (config["bos_token"], config["eos_token"]) == ("<|im_start|>", "<|im_end|>")
     assert config["chat_template"] == "{{ messages }}"
+
+
+@pytest.mark.parametrize("model", [None, 7, ["tiny"]])
+def test_what_is_no_name_and_no_path_is_refused_in_words(model: object) -> None:
+    with pytest.raises(ModelNotFound, match="expected a name, a directory or a hub id"):
+        hub.resolve(model)  # type: ignore[arg-type]
+    with pytest.raises(ModelNotFound, match="expected a name, a directory or a hub id"):
+        spindle.Tokenizer(model)  # type: ignore[arg-type]

@@ -383,6 +383,7 @@ def test_gpt2_at_the_shape_of_its_smallest_release(gpt2_124m):
     steps = torch.cat([run.step((0, [token])) for token in ids[40:]])
     assert (steps - expected[40:]).abs().max() < 2e-3
     assert torch.equal(steps.argmax(-1), expected[40:].argmax(-1))
+    assert_float32_equals_transformers(gpt2_124m, [ids[:16]])
 
 
 def test_tiny_is_what_transformers_makes_of_it():
@@ -412,7 +413,19 @@ def test_smollm2_is_what_transformers_makes_of_it():
 
     directory = hub.resolve("smollm2")
     tok = Tokenizer(directory)
-    assert_float32_equals_transformers(directory, [tok.encode("The capital of France is")])
+    texts = ["The capital of France is", "Once upon a time, a small", "def fibonacci(n):\n"]
+    assert_float32_equals_transformers(directory, [tok.encode(text) for text in texts])
+
+
+@pytest.mark.smollm2
+def test_smollm2_gives_the_same_logits_however_its_prompt_is_cut():
+    """float64: one pass, and chunks that end in steps of one, agree within 1e-9."""
+    model, ids = load(hub.resolve("smollm2")), prompt(24, 49152)
+    expected, run = one_pass(model, ids), Run(model)
+    pieces = [ids[:1], ids[1:8], ids[8:20], *([token] for token in ids[20:])]
+    cut = torch.cat([run.step((0, piece)) for piece in pieces])
+    assert (cut - expected).abs().max() < EXACT
+    assert torch.equal(cut.argmax(-1), expected.argmax(-1))
 
 
 @pytest.mark.network

@@ -19,12 +19,16 @@ ROOT = Path(spindle.__file__).parent
 # --- names ---------------------------------------------------------------------------------------
 
 
+HELPERS = {"importlib", "TYPE_CHECKING", "Any"}  # what spindle/__init__.py itself uses
+
+
 def test_the_public_names_are_listed_sorted_and_complete():
     listed = spindle.__all__
     assert listed == sorted(listed)
     modules = {module.name for module in pkgutil.iter_modules(spindle.__path__)}
-    there = {name for name in vars(spindle) if not name.startswith("_")} - modules
+    there = {name for name in dir(spindle) if not name.startswith("_")} - modules
     assert set(listed) == there
+    assert {name for name in vars(spindle) if not name.startswith("_")} <= there | modules | HELPERS
     for name in listed:
         assert getattr(spindle, name).__module__.startswith("spindle.")
 
@@ -49,13 +53,21 @@ def test_importing_spindle_brings_none_of_the_heavy_libraries():
     loaded = in_a_new_python("import sys, spindle; print(*sys.modules)").split()
     heavy = {"transformers", "matplotlib", "huggingface_hub", "gguf", "IPython", "ctranslate2"}
     assert heavy.isdisjoint(loaded)
+    assert "torch" not in loaded  # it comes with the first name that needs it
+
+
+def test_using_the_public_names_brings_none_of_the_heavy_libraries_but_torch():
+    loaded = in_a_new_python("import sys; from spindle import *; print(*sys.modules)").split()
+    heavy = {"transformers", "matplotlib", "huggingface_hub", "gguf", "IPython", "ctranslate2"}
+    assert heavy.isdisjoint(loaded)
     assert "torch" in loaded and "spindle.model.weights" in loaded
 
 
 def test_importing_spindle_takes_little_beyond_torch():
     """At most 0.3 s: CPU time, which a busy machine does not stretch; the least of five."""
     program = (
-        "import torch, time; t = time.process_time(); import spindle;print(time.process_time() - t)"
+        "import torch, time; t = time.process_time(); from spindle import *;"
+        "print(time.process_time() - t)"
     )
     assert min(float(in_a_new_python(program)) for _ in range(5)) <= 0.3
 

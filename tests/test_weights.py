@@ -328,7 +328,7 @@ def test_a_damaged_file_is_named(damage, sharded, tmp_path):
     path.write_bytes(DAMAGES[damage](path.read_bytes()))
     words = refusal(directory)
     assert str(path) in words
-    assert "not a safetensors file" in words and "fetch it again" in words
+    assert "a whole safetensors file" in words and "bring it again" in words
 
 
 def test_a_folder_in_place_of_a_file_is_named(tmp_path):

@@ -43,7 +43,7 @@ class ContiguousKV:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def _grow(self, row: int, needed: int) -> None:
-        """Doubling: on average no token is copied more than once, however long it gets."""
+        """Doubling: fewer than two copies a token on average, however long it gets."""
         held = self.capacity(row)
         if needed <= held:
             return

@@ -290,7 +290,8 @@ def _header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
             entries = json.loads(file.read(length))
     except (SafetensorError, OSError, ValueError, struct.error) as cause:
         raise CheckpointError(
-            f"{path}: damaged or not a safetensors file ({cause}); fetch it again"
+            f"{path}: expected a whole safetensors file, but it is cut off or damaged "
+            f"({cause}); bring it again"
         ) from None
     entries.pop("__metadata__", None)
     return {name: (tuple(e["shape"]), e["dtype"]) for name, e in entries.items()}
