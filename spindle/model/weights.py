@@ -206,7 +206,7 @@ def spare_head(config: ModelConfig) -> bool:
     """Whether a tied embedding may be packed once more for the head.
 
     Loading is to hold no more than 1.25 times the weights; where the embedding is more than a fifth
-    of them, as in GPT-2's smallest, the head reads the plain one, at half the speed. (2.5% are
+    of them, as in GPT-2's smallest, the head reads the plain one. (2.5% are
     left for what the allocator cannot use again; a few megabytes are always to be had.)
     """
     total = sum(math.prod(shape) for shape in wishes(config).shapes.values())
