@@ -33,7 +33,7 @@ test: $(VENV)/.dev ## what a change must pass: lint, types, tests, notebooks, bo
 	@$(PY) tests/check.py
 
 lab: $(VENV)/.dev ## open the notebooks in JupyterLab
-	@$(PY) -m jupyterlab notebooks
+	@$(PY) -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks
 
 notebooks: $(VENV)/.dev ## run all notebooks and store their outputs
 	@$(PY) notebooks/execute.py

@@ -315,7 +315,7 @@ def make_card(network: GPT2, data: Data, recipe: Recipe, reached: dict[str, Any]
     """What the card says of any model; figures are of the weights before rounding."""
     sample = data.train[: len(data.held_out)]
     return {
-        "weights": sum(weight.numel() for weight in network.parameters()),
+        "weights": count_weights(network),
         "kept": "the step with the least held-out loss",
         **reached,
         "loss_nats_per_token": {

@@ -1,4 +1,4 @@
-"""A linear layer's weight, kept in the form that `linear` reads fastest on its device.
+"""A linear layer's weight, kept in the one form that `linear` reads on its device.
 
 Decoding one token reads every weight once and does two operations on each: what counts is how fast
 the bytes come in. On x86 CPUs oneDNN can reorder a weight once into blocks of its own. How that
@@ -32,7 +32,7 @@ class Weight:
 
 
 def pack(weight: Tensor, bias: Tensor | None = None) -> Weight:
-    """The fastest form of weight [N, K], bias [N] for its device: a copy, whatever form it is."""
+    """Weight [N, K] and bias [N] in the form for their device: a copy, whatever form it is."""
     if not packs(weight):
         return Weight(weight.clone(memory_format=torch.contiguous_format), None, bias)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())

@@ -74,7 +74,7 @@ class Source:
         return table, self.tied_head(table) if self.tied else pack(self(head, rows, width))
 
     def tied_head(self, table: Tensor) -> Weight:
-        """The embedding as the head: packed once more if that is faster and fits, else shared."""
+        """The embedding as the head: packed once more if it packs and fits, else shared."""
         return pack(table) if self.spare and packs(table) else Weight(table, None, None)
 
     def _room(self, rows: int, columns: int) -> Tensor:
