@@ -21,7 +21,6 @@ import spindle
 from spindle import hub
 from spindle.errors import RequestError
 
-COMPILERS = ("c++", "g++", "clang++")
 EXTRAS = {  # module -> the extra that installs it, what it is for
     "transformers": ("hf", "the tests and `spindle bench peers` have nothing to compare with"),
     "matplotlib": ("notebooks", "the notebooks cannot draw"),
@@ -40,7 +39,8 @@ class Check:
 
 def examine() -> list[Check]:
     """Look at everything; changes nothing, downloads nothing, takes as long as torch does."""
-    return [*interpreter(), *torch_and_device(), cpp_compiler(), nvcc(), *models(), *extras()]
+    machine = [*interpreter(), *torch_and_device(), cpp_compiler(), native_ops(), nvcc()]
+    return [*machine, *models(), *extras()]
 
 
 def as_text(checks: list[Check]) -> str:
@@ -102,14 +102,27 @@ def _why_no_gpu(has_apple_gpu: bool) -> str:
 
 def cpp_compiler() -> Check:
     """$CXX, or the first of the usual names; nothing is compiled to find out."""
+    from spindle.kernels import build  # needs torch, which `torch_and_device` has tried
+
     cost = "nothing is built from C++: plain torch does all the work, tests that build are skipped"
     wanted = os.environ.get("CXX")
-    candidates = (wanted,) if wanted else COMPILERS
-    path = next((found for name in candidates if (found := shutil.which(name))), None)
+    path = build.compiler()
     if path is None:
-        tried = f"$CXX is {wanted!r}, no command" if wanted else f"none of {', '.join(COMPILERS)}"
+        usual = f"none of {', '.join(build.COMPILERS)}"
+        tried = f"$CXX is {wanted!r}, no command" if wanted else usual
         return Check("c++ compiler", None, f"{tried}: {cost}")
     return Check("c++ compiler", f"{path}, {_version(path, '')}")
+
+
+def native_ops() -> Check:
+    """The CPU ops in C++: built, or to be built by the first model that is loaded."""
+    from spindle.kernels import build
+
+    try:
+        path = build.place("cpu")
+    except OSError as cause:
+        return Check("native ops", None, f"{cause}: decoding is slower on a CPU")
+    return Check("native ops", str(path) if path.exists() else "built when they are first needed")
 
 
 def nvcc() -> Check:

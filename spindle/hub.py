@@ -24,7 +24,8 @@ from typing import Any
 
 from spindle import recipes
 from spindle.errors import CheckpointError, ModelNotFound
-from spindle.recipes import RECIPES, cache_dir
+from spindle.paths import cache_dir
+from spindle.recipes import RECIPES
 
 __all__ = [
     "KnownModel",

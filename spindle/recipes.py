@@ -26,6 +26,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from spindle.errors import CheckpointError, ModelNotFound, SpindleError
+from spindle.paths import cache_dir
 
 MANIFEST = "manifest.json"
 LAYOUT = 1  # of what a recipe writes; a cache of another layout is built anew
@@ -56,15 +57,6 @@ RECIPES = {
         about="SmolLM2-135M-Instruct: 30 layers, 135M weights, chat",
     ),
 }
-
-
-def cache_dir() -> Path:
-    """Our own cache: $SPINDLE_CACHE, else $XDG_CACHE_HOME/spindle, else ~/.cache/spindle."""
-    if own := os.environ.get("SPINDLE_CACHE"):
-        return Path(own).expanduser()
-    shared = os.environ.get("XDG_CACHE_HOME", "")
-    root = Path(shared) if os.path.isabs(shared) else Path.home() / ".cache"  # as XDG demands
-    return root / "spindle"
 
 
 def place(recipe: Recipe) -> Path:

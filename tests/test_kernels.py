@@ -2,8 +2,10 @@
 
 import math
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spindle import kernels
-from spindle.kernels import packed, twins
+from spindle.kernels import build, native, packed, twins
 
 EPS32 = torch.finfo(torch.float32).eps
 
@@ -143,15 +145,24 @@ def test_scores_beyond_what_exp_can_hold_are_no_nan():
     assert torch.equal(out, torch.ones(2, 1, 4))
 
 
-# --- packed linear -------------------------------------------------------------------------------
+# --- linear, in each of its forms ----------------------------------------------------------------
 
-ROWS = [1, 2, 3, 4, 5, 8, 15, 16, 17, 33, 64]
+ROWS = [1, 2, 3, 4, 5, 8, 12, 13, 15, 16, 17, 33, 64]
 INPUTS = [48, 100, 576, 768, 1536, 3072]
 OUTPUTS = [1, 48, 1000]
+FORMS = ["panels", "onednn"]
 
-needs_packing = pytest.mark.skipif(
-    not packed.packs(torch.zeros(2, 2)), reason="no packed linear on this processor"
-)
+
+@pytest.fixture(params=FORMS)
+def form(request, monkeypatch):
+    """The form that `pack` takes; skipped, in words, where this machine has not got it."""
+    if request.param == "onednn":
+        monkeypatch.setattr(native, "available", lambda: False)
+        if not packed.packs(torch.zeros(2, 2)):
+            pytest.skip("no oneDNN form on this processor")
+    elif not native.available():
+        pytest.skip(f"no native form here: {build.why_not('cpu')}")
+    return request.param
 
 
 def packed_and_plain(K: int, N: int) -> tuple[kernels.Weight, Tensor, Tensor, Tensor]:
@@ -160,16 +171,15 @@ def packed_and_plain(K: int, N: int) -> tuple[kernels.Weight, Tensor, Tensor, Te
     return kernels.pack(weight, bias), weight, bias, x
 
 
-@needs_packing
 @pytest.mark.parametrize("K", INPUTS)
-def test_packed_linear_is_linear_within_the_rounding_of_a_sum(K):
+def test_packed_linear_is_linear_within_the_rounding_of_a_sum(K, form):
     """K products and a bias, added in any order: off by at most K eps sum|x||w| (Higham 2002, 3.1)
 
     from the exact sum, for plain and packed alike, so by twice that from each other.
     """
     for N in OUTPUTS:
         weight, plain, bias, x = packed_and_plain(K, N)
-        assert weight.packed is not None and weight.plain is None
+        assert form_of(weight) == form
         ours, theirs = kernels.linear(x, weight), twins.linear(x, plain, bias)
         exact = twins.linear(x.double(), plain.double(), bias.double())
         bound = (
@@ -180,10 +190,15 @@ def test_packed_linear_is_linear_within_the_rounding_of_a_sum(K):
         assert ours.dtype == torch.float32 and ours.shape == (64, N)
 
 
-@needs_packing
+def form_of(weight: kernels.Weight) -> str:
+    """The one form that a weight is in."""
+    (held,) = [name for name in ("plain", *FORMS) if getattr(weight, name) is not None]
+    return held
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("K", INPUTS)
-def test_a_rows_bits_do_not_depend_on_the_number_of_rows(K, threads):
+def test_a_rows_bits_do_not_depend_on_the_number_of_rows(K, threads, form):
     """B29: a request's logits must not depend on who shares its batch.
 
     Packed with one number of threads and read with another, too.
@@ -202,17 +217,44 @@ def test_a_rows_bits_do_not_depend_on_the_number_of_rows(K, threads):
         torch.set_num_threads(before)
 
 
-@needs_packing
-@given(st.integers(1, 300), st.integers(1, 200), st.integers(1, 20))
+def test_the_native_sum_is_the_one_that_the_source_states():
+    """Blocks of 512 inputs, each summed k by k with one rounding a step, then added in turn."""
+    if not native.available():
+        pytest.skip(f"no native form here: {build.why_not('cpu')}")
+    K = 1200
+    x, w = random(1, K, dtype=torch.float32), random(1, K, seed=1, dtype=torch.float32)
+    total = 0.0
+    for start in range(0, K, 512):
+        block = torch.zeros((), dtype=torch.float32)
+        for a, b in zip(x[0, start : start + 512], w[0, start : start + 512], strict=True):
+            block = (a.double() * b.double() + block.double()).float()  # a fused multiply-add
+        total = (torch.as_tensor(total, dtype=torch.float32) + block).item()
+    assert kernels.linear(x, kernels.pack(w)).item() == total
+
+
+@given(st.integers(1, 600), st.integers(1, 200), st.integers(1, 30))
 def test_packed_linear_fits_any_shape(K, N, T):
-    """Blocks of oneDNN's layout are padded; nothing of the padding may be read."""
+    """Panels and blocks are padded; nothing of the padding may be read, nor anything beside y."""
     weight, x = random(N, K, dtype=torch.float32), random(T, K, seed=1, dtype=torch.float32)
     bound = K * EPS32 * (x.abs() @ weight.abs().t())
-    ours = kernels.linear(x, kernels.pack(weight))
+    packed_form = kernels.pack(weight)
+    ours = kernels.linear(x, packed_form)
     assert ((ours - x @ weight.t()).abs() <= 2 * bound).all()
+    assert torch.equal(kernels.unpack(packed_form), weight)
 
 
-def test_linear_takes_no_rows_and_strided_rows():
+@pytest.mark.parametrize("N", [1, 31, 32, 33, 1000])
+def test_linear_writes_its_result_and_nothing_beside_it(N, monkeypatch):
+    if not native.available():
+        pytest.skip(f"no native form here: {build.why_not('cpu')}")
+    weight, x = kernels.pack(random(N, 40, dtype=torch.float32)), torch.ones(13, 40)
+    around = torch.full((15 * N,), 7.0)
+    monkeypatch.setattr(Tensor, "new_empty", lambda self, T, n: around[N : N + T * n].view(T, n))
+    assert native.linear(x, weight.panels, None, N).data_ptr() == around[N:].data_ptr()
+    assert (around[:N] == 7).all() and (around[14 * N :] == 7).all()
+
+
+def test_linear_takes_no_rows_and_strided_rows(form):
     """No row of a step may be up for sampling; and rows may be columns of something wider."""
     weight = kernels.pack(random(6, 8, dtype=torch.float32))
     x = random(5, 16, dtype=torch.float32)
@@ -221,28 +263,115 @@ def test_linear_takes_no_rows_and_strided_rows():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_pack_keeps_nothing_of_what_it_was_given(dtype):
+def test_pack_keeps_nothing_of_what_it_was_given(dtype, form):
     """The space of the input is used again for the next matrix while a checkpoint is loaded."""
     matrix = random(6, 8, dtype=dtype)
-    weight, x = kernels.pack(matrix), random(3, 8, dtype=dtype)
+    weight, x, given = kernels.pack(matrix), random(3, 8, dtype=dtype), matrix.clone()
     before = kernels.linear(x, weight)
     matrix.fill_(torch.nan)
     assert torch.equal(kernels.linear(x, weight), before)
+    assert torch.equal(kernels.unpack(weight), given)
     assert weight.shape == (6, 8)
-    assert (weight.plain is None) != (weight.packed is None)
+    assert form_of(weight) == (form if dtype == torch.float32 else "plain")
+
+
+def in_a_process(program: str, **environment: str) -> list[str]:
+    """The lines that a program prints in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+WHICH_FORM = (
+    "import torch; from spindle import kernels; from spindle.kernels import build;"
+    "w = kernels.pack(torch.arange(6.0).view(2, 3));"
+    "print(next(n for n in ('plain', 'panels', 'onednn') if getattr(w, n) is not None));"
+    "print(kernels.linear(torch.ones(1, 3), w).tolist()); print(build.why_not('cpu'))"
+)
 
 
 def test_the_environment_chooses_the_plain_form():
+    lines = in_a_process(WHICH_FORM, SPINDLE_NO_EXT="1")
+    assert lines == ["plain", "[[3.0, 12.0]]", "SPINDLE_NO_EXT=1"]
+
+
+# --- the build -----------------------------------------------------------------------------------
+
+
+def fake_compiler(folder: Path, script: str) -> str:
+    path = folder / "fake-cxx"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="nothing is built elsewhere")
+
+
+@on_linux
+def test_without_a_compiler_another_form_does_the_work_and_the_words_say_why(tmp_path):
+    lines = in_a_process(WHICH_FORM, CXX="no-such-compiler", SPINDLE_CACHE=str(tmp_path))
+    assert lines[0] in ("onednn", "plain") and lines[1] == "[[3.0, 12.0]]"
+    assert lines[2] == "no C++ compiler: no-such-compiler not found"
+
+
+@on_linux
+def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path):
+    broken = fake_compiler(tmp_path, 'echo "cc1plus: out of luck" >&2; exit 3')
+    lines = in_a_process(WHICH_FORM, CXX=broken, SPINDLE_CACHE=str(tmp_path / "cache"))
+    assert lines[1] == "[[3.0, 12.0]]"
+    assert lines[2] == f"{broken} failed with status 3: cc1plus: out of luck"
+    assert not list((tmp_path / "cache" / "build").iterdir())
+
+
+@on_linux
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    lines = in_a_process(WHICH_FORM, SPINDLE_CACHE=str(tmp_path / "file"))
+    assert lines[1] == "[[3.0, 12.0]]" and lines[2] != "None"
+
+
+@on_linux
+def test_a_library_is_built_once_and_found_again(tmp_path):
+    if build.compiler() is None:
+        pytest.skip("no C++ compiler")
+    counting = fake_compiler(
+        tmp_path, f'echo "$@" >> {tmp_path}/calls; exec {build.compiler()} "$@"'
+    )
+    for _ in range(2):
+        lines = in_a_process(WHICH_FORM, CXX=counting, SPINDLE_CACHE=str(tmp_path / "cache"))
+        assert lines == ["panels", "[[3.0, 12.0]]", "None"]
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert len([call for call in calls if "-c" in call.split()]) == 1
+    (made,) = (tmp_path / "cache" / "build").iterdir()
+    assert re.fullmatch(r"cpu-[0-9a-f]{16}\.so", made.name)
+
+
+@on_linux
+def test_a_damaged_library_is_replaced_by_another_form(tmp_path):
+    """What dlopen cannot read must not end the program."""
+    if build.compiler() is None:
+        pytest.skip("no C++ compiler")
+    in_a_process(WHICH_FORM, SPINDLE_CACHE=str(tmp_path))
+    (made,) = (tmp_path / "build").iterdir()
+    made.write_bytes(b"")
+    lines = in_a_process(WHICH_FORM, SPINDLE_CACHE=str(tmp_path))
+    assert lines[1] == "[[3.0, 12.0]]" and str(made) in lines[2]
+
+
+@on_linux
+def test_the_native_forms_share_the_threads_of_torch():
+    """One OpenMP runtime in the process: two would wait for each other's threads."""
+    if not native.available():
+        pytest.skip(f"no native form here: {build.why_not('cpu')}")
     program = (
-        "import torch; from spindle import kernels; w = torch.arange(6.0).view(2, 3);"
-        "p = kernels.pack(w); print('packed' if p.plain is None else 'plain');"
-        "print(kernels.linear(torch.ones(1, 3), p).tolist())"
+        "import torch; from spindle.kernels import native; native.available();"
+        "maps = open('/proc/self/maps').read().split();"
+        "print(len({m for m in maps if m.startswith('/') and 'omp' in m.rpartition('/')[2]}))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {"SPINDLE_NO_EXT": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.split("\n")[:2] == ["plain", "[[3.0, 12.0]]"]
+    assert in_a_process(program) == ["1"]

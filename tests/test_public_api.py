@@ -76,11 +76,13 @@ def test_importing_spindle_takes_little_beyond_torch():
 
 # A room may import itself and what stands here; a module's own line goes before its folder's.
 # Only modules of spindle count. `*`: anything.
-EVERYONE_MAY = ("errors", "config")
+EVERYONE_MAY = ("errors", "config", "paths")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
     "config": (),
-    "tokenizer": ("hub",),
+    "paths": (),
+    "chat_template": (),
+    "tokenizer": ("hub", "chat_template"),
     "recipes": ("gguf_import",),  # hub, recipes and gguf_import are the room "hub"
     "gguf_import": (),
     "hub": ("recipes",),
@@ -101,6 +103,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "lesson": (),
     "bench": ("*",),
     "cli": ("*",),
+    "chat": ("*",),  # the part of the command line that talks
     "doctor": ("*",),  # the part of the command line that says what is missing
     "__main__": ("cli",),
     "": ("*",),  # spindle/__init__.py: the public names

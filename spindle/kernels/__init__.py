@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from spindle.kernels import twins
-from spindle.kernels.packed import Weight, pack, packed_linear, packs
+from spindle.kernels import native, twins
+from spindle.kernels.packed import Weight, onednn_linear, pack, packs, unpack
 from spindle.kernels.twins import (
     add_layer_norm,
     add_rms_norm,
@@ -32,11 +32,15 @@ __all__ = [
     "rms_norm",
     "rope",
     "silu_mul",
+    "unpack",
 ]
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
     """x [T, K] times weight [N, K] transposed, plus its bias -> [T, N]."""
-    if weight.plain is None:
-        return packed_linear(x, weight)
+    if weight.panels is not None:
+        return native.linear(x, weight.panels, weight.bias, weight.shape[0])
+    if weight.onednn is not None:
+        return onednn_linear(x, weight)
+    assert weight.plain is not None
     return twins.linear(x, weight.plain, weight.bias)

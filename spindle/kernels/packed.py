@@ -1,10 +1,14 @@
 """A linear layer's weight, kept in the one form that `linear` reads on its device.
 
 Decoding one token reads every weight once and does two operations on each: what counts is how fast
-the bytes come in. On x86 CPUs oneDNN can reorder a weight once into blocks of its own. How that
-compares with the plain tensor for a single row depends on the processor (measured: from a third
-slower to twice as fast); from four rows on it was ahead wherever it was measured, and above all a
-row then has the same bits however many rows are beside it, which the plain product does not give.
+the bytes come in. So a float32 weight on a CPU is laid out once for being read, when it is loaded:
+
+- in panels, for the loop in csrc/cpu.cpp, where there is a C++ compiler;
+- else in the blocks of oneDNN, on x86 (from four rows on ahead of the plain tensor wherever it was
+  measured; for one row that depends on the processor);
+- else, and for other dtypes and devices, as it is.
+
+The first two give a row the same bits however many rows are beside it; the plain product does not.
 """
 
 from __future__ import annotations
@@ -15,47 +19,71 @@ import platform
 import torch
 from torch import Tensor
 
+from spindle.kernels import native
+
 
 class Weight:
     """A weight [N, K] and its bias [N] or None; frozen, made by `pack`, read by `linear`.
 
-    Exactly one of `plain` and `packed` is there. `min_rows` is the smallest number of rows for
-    which the packed form gives a row the bits that it has in any larger batch.
+    Exactly one of `plain`, `panels` and `onednn` is there. `min_rows`: the smallest number of rows
+    for which oneDNN gives a row the bits that it has in any larger batch.
     """
 
-    __slots__ = ("bias", "min_rows", "packed", "plain", "shape")
+    __slots__ = ("bias", "min_rows", "onednn", "panels", "plain", "shape")
 
-    def __init__(self, plain: Tensor | None, packed: Tensor | None, bias: Tensor | None) -> None:
-        self.plain, self.packed, self.bias = plain, packed, bias
-        self.shape = (plain if plain is not None else packed).shape  # type: ignore[union-attr]
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        bias: Tensor | None = None,
+        *,
+        plain: Tensor | None = None,
+        panels: Tensor | None = None,
+        onednn: Tensor | None = None,
+    ) -> None:
+        self.shape, self.bias = tuple(shape), bias
+        self.plain, self.panels, self.onednn = plain, panels, onednn
         self.min_rows = 1
 
 
 def pack(weight: Tensor, bias: Tensor | None = None) -> Weight:
     """Weight [N, K] and bias [N] in the form for their device: a copy, whatever form it is."""
     if not packs(weight):
-        return Weight(weight.clone(memory_format=torch.contiguous_format), None, bias)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
-    result = Weight(None, packed, bias)
+        plain = weight.clone(memory_format=torch.contiguous_format)
+        return Weight(weight.shape, bias, plain=plain)
+    if native.available():
+        return Weight(weight.shape, bias, panels=native.to_panels(weight))
+    blocks = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+    result = Weight(weight.shape, bias, onednn=blocks)
     result.min_rows = _min_rows(result)
     return result
 
 
-def packed_linear(x: Tensor, weight: Weight) -> Tensor:
-    """x [T, K] times a packed weight [N, K] transposed, plus bias -> [T, N]."""
-    rows = x.shape[0]
-    if 0 < rows < weight.min_rows:
-        x = x.expand(weight.min_rows, -1).contiguous()
-    y = torch.ops.mkldnn._linear_pointwise(x, weight.packed, weight.bias, "none", [], "")
-    return y[:rows]
+def unpack(weight: Weight) -> Tensor:
+    """The weight [N, K] as it was given to `pack`."""
+    if weight.panels is not None:
+        return native.from_panels(weight.panels, weight.shape[0])
+    return weight.plain if weight.plain is not None else weight.onednn.to_dense()  # type: ignore[union-attr]
 
 
 def packs(weight: Tensor) -> bool:
-    """Whether oneDNN's packed form is to be had, and wanted, for this weight."""
+    """Whether this weight is laid out anew: float32 on a CPU, and a form for it is to be had."""
+    if weight.device.type != "cpu" or weight.dtype != torch.float32:
+        return False
+    return native.available() or _has_onednn()
+
+
+def onednn_linear(x: Tensor, weight: Weight) -> Tensor:
+    """x [T, K] times a weight [N, K] in oneDNN's blocks, transposed, plus bias -> [T, N]."""
+    rows = x.shape[0]
+    if 0 < rows < weight.min_rows:
+        x = x.expand(weight.min_rows, -1).contiguous()
+    y = torch.ops.mkldnn._linear_pointwise(x, weight.onednn, weight.bias, "none", [], "")
+    return y[:rows]
+
+
+def _has_onednn() -> bool:
     return (
-        weight.device.type == "cpu"
-        and weight.dtype == torch.float32
-        and os.environ.get("SPINDLE_NO_EXT") != "1"
+        os.environ.get("SPINDLE_NO_EXT") != "1"
         and platform.machine().lower() in ("x86_64", "amd64")
         and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -69,5 +97,5 @@ def _min_rows(weight: Weight) -> int:
     who else is in its batch, so such a weight is always given two rows: asked once, not assumed.
     """
     x = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(0))
-    alone, beside = packed_linear(x[:1], weight), packed_linear(x, weight)
+    alone, beside = onednn_linear(x[:1], weight), onednn_linear(x, weight)
     return 1 if torch.equal(alone, beside[:1]) else 2
