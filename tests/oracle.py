@@ -4,11 +4,15 @@ transformers computes some things in float32 whatever the model's dtype is, and 
 1e-9 cannot be had through them. Here the oracle is float64 throughout:
 
 - the softmax of its eager attention is float32, so attention is torch's own ("sdpa");
-- LlamaRMSNorm takes its mean in float32, so `in_float64` puts the same formula in its place;
+- each family's RMSNorm takes its mean in float32: `in_float64` puts the same formula in its place;
 - rotary angles are float32 tables cast up. So are ours, by design: this one stays.
 """
 
+import dataclasses
+import importlib
+import inspect
 import json
+import re
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,13 +23,16 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import GPT2Config, LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers.activations import ACT2FN
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
-CONFIGS: dict[str, Any] = {"gpt2": GPT2Config, "llama": LlamaConfig}
+CONFIGS: dict[str, Any] = {"gpt2": GPT2Config, "llama": LlamaConfig, "mistral": MistralConfig}
+CONFIGS |= {"qwen2": Qwen2Config, "qwen3": Qwen3Config}
 
 # Tiny, and with no two lengths equal, so that nothing fits by accident.
 GPT2_SHAPE = dict(vocab_size=97, n_positions=128, n_embd=48, n_layer=3, n_head=4)
@@ -38,7 +45,9 @@ LLAMA_SHAPE = dict(
     num_attention_heads=4,
     num_key_value_heads=2,
 )
-SHAPES = {"gpt2": GPT2_SHAPE, "llama": LLAMA_SHAPE}
+SHAPES = {"gpt2": GPT2_SHAPE, "llama": LLAMA_SHAPE, "qwen2": LLAMA_SHAPE}
+SHAPES |= {"mistral": LLAMA_SHAPE | dict(sliding_window=None)}  # transformers' own is 4096
+SHAPES |= {"qwen3": LLAMA_SHAPE | dict(head_dim=16)}  # transformers' own is 128
 NO_SPECIAL_IDS = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
 
 
@@ -136,6 +145,39 @@ def rope_tables(directory: Path, positions: int) -> tuple[Tensor, Tensor]:
     return cos[0].chunk(2, -1)[0], sin[0].chunk(2, -1)[0]
 
 
+def activation(name: str) -> Callable[[Tensor], Tensor]:
+    """transformers' activation of that name."""
+    return ACT2FN[name]
+
+
+def activation_names() -> set[str]:
+    """Every name that transformers' table of activations has."""
+    return set(ACT2FN)
+
+
+def config_defaults(family: str) -> dict[str, Any]:
+    """The keys that transformers' config class of a family has of its own, and their defaults."""
+    common = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+    own = dataclasses.fields(CONFIGS[family])
+    return {field.name: field.default for field in own if field.name not in common}
+
+
+def common_keys() -> set[str]:
+    """The keys that every config class of transformers has."""
+    return {field.name for field in dataclasses.fields(PreTrainedConfig)}
+
+
+def keys_read(family: str) -> set[str]:
+    """The keys of a config that transformers' source reads: of the model, its masks, its cache."""
+    modules = (f"models.{family}.modeling_{family}", "masking_utils", "cache_utils")
+    names: set[str] = set()
+    for module in modules:
+        source = inspect.getsource(importlib.import_module(f"transformers.{module}"))
+        names |= set(re.findall(r"config\.(\w+)", source))
+        names |= set(re.findall(r"attr\(\w*\.?\w*config, \"(\w+)\"", source))
+    return {name.lstrip("_") for name in names}
+
+
 def in_float64(model: Any) -> Any:
     """The model with the mean of its RMS norms taken in the dtype that it is in."""
 
@@ -143,7 +185,7 @@ def in_float64(model: Any) -> Any:
         return self.weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + self.variance_epsilon)
 
     for module in model.modules():
-        if isinstance(module, LlamaRMSNorm):
+        if type(module).__name__.endswith("RMSNorm"):
             module.forward = types.MethodType(forward, module)
     return model
 

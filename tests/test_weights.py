@@ -16,7 +16,7 @@ from torch import Tensor
 from spindle import load_hf
 from spindle.config import ModelConfig
 from spindle.errors import CheckpointError, ConfigError, ModelNotFound, RequestError
-from spindle.kernels import Weight, packs
+from spindle.kernels import Weight, packs, unpack
 from spindle.model import weights
 from spindle.model.weights import pick_device, pick_dtype, random_model, wishes
 
@@ -24,7 +24,11 @@ GPT2 = dict(model_type="gpt2", vocab_size=31, n_positions=16, n_embd=8, n_layer=
 LLAMA = dict(model_type="llama", vocab_size=31, max_position_embeddings=16, hidden_size=8)
 LLAMA |= dict(intermediate_size=12, num_hidden_layers=2, num_attention_heads=2)
 LLAMA |= dict(num_key_value_heads=1, head_dim=6, attention_bias=True, mlp_bias=True)
-RAW = {"gpt2": GPT2, "llama": LLAMA}
+PLAIN = {key: value for key, value in LLAMA.items() if not key.endswith("bias")}
+MISTRAL = PLAIN | dict(model_type="mistral", sliding_window=None)
+QWEN2 = PLAIN | dict(model_type="qwen2")
+QWEN3 = PLAIN | dict(model_type="qwen3")
+RAW = {"gpt2": GPT2, "llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3}
 FAMILIES = list(RAW)
 
 
@@ -92,7 +96,7 @@ def parameters(model: object) -> dict[str, Tensor]:
         if isinstance(value, Tensor):
             found[at] = value
         elif isinstance(value, Weight):
-            visit(f"{at}.weight", value.plain if value.packed is None else value.packed.to_dense())
+            visit(f"{at}.weight", unpack(value))
             visit(f"{at}.bias", value.bias)
         elif isinstance(value, list):
             for n, item in enumerate(value):
@@ -248,6 +252,30 @@ def test_a_config_of_another_model_is_refused_by_tensor(raw, change, tmp_path):
     """B71, B77, B83: the position table, head_dim, biases, layers, an absent untied head."""
     written = GPT2 if raw["model_type"] == "gpt2" else LLAMA
     assert change in refusal(write(tmp_path / "model", raw, tensors_of(written)))
+
+
+ATTENTION = "model.layers.0.self_attn"
+
+
+@pytest.mark.parametrize(
+    ("written", "raw", "faults"),
+    [
+        (QWEN3, QWEN2, [f"unexpected: {ATTENTION}.q_norm.weight [6]", "missing: layers.0.self"]),
+        (QWEN3, PLAIN, [f"unexpected: {ATTENTION}.k_norm.weight [6]"]),
+        (PLAIN, QWEN3, ["missing: layers.0.self_attn.q_norm.weight [6]"]),
+        (QWEN2, PLAIN, [f"unexpected: {ATTENTION}.v_proj.bias [6]"]),
+        (PLAIN, QWEN2, ["missing: layers.1.self_attn.k_proj.bias [6]"]),
+        (LLAMA, QWEN2, [f"unexpected: {ATTENTION}.o_proj.bias [8]"]),
+        (LLAMA, MISTRAL, [f"unexpected: {ATTENTION}.q_proj.bias [12]"]),
+        (QWEN3 | {"attention_bias": True}, QWEN3, [f"unexpected: {ATTENTION}.o_proj.bias [8]"]),
+        (QWEN3, QWEN3 | {"head_dim": 4}, ["q_norm.weight is [6] in model.safetensors, expected"]),
+    ],
+)
+def test_the_weights_of_another_family_are_refused_by_tensor(written, raw, faults, tmp_path):
+    """B71: nothing in a file goes unused, nothing that a family has is made up."""
+    words = refusal(write(tmp_path / "model", raw, tensors_of(written)))
+    assert f"({raw['model_type']})" in words
+    assert all(fault in words for fault in faults)
 
 
 def test_a_tied_pair_with_neither_tensor_is_refused_by_name(tmp_path):

@@ -1,15 +1,17 @@
-"""What the two families share: what they ask of a cache, where weights come from, and RoPE."""
+"""What the families share: what they ask of a cache, where weights come from, activations."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spindle.config import ModelConfig, RopeConfig
+from spindle.config import ModelConfig
 from spindle.kernels import Weight, pack, packs
 
 
@@ -75,7 +77,7 @@ class Source:
 
     def tied_head(self, table: Tensor) -> Weight:
         """The embedding as the head: packed once more if it packs and fits, else shared."""
-        return pack(table) if self.spare and packs(table) else Weight(table, None, None)
+        return pack(table) if self.spare and packs(table) else Weight(table.shape, plain=table)
 
     def _room(self, rows: int, columns: int) -> Tensor:
         """Space [rows, columns] for a matrix that is packed at once, then overwritten by the next.
@@ -106,44 +108,42 @@ class Model(Protocol):
 
 def activation(name: str, x: Tensor) -> Tensor:
     """The elementwise function that a config.json calls by this name."""
-    if name in ("gelu_new", "gelu_pytorch_tanh"):  # Hendrycks & Gimpel 2016: the tanh form
-        return F.gelu(x, approximate="tanh")
-    if name == "gelu":
-        return F.gelu(x)
-    if name == "relu":
-        return F.relu(x)
-    return F.silu(x)
+    return ACTIVATIONS[name](x)
 
 
-class Rope:
-    """Tables of the rotary angles' cosines and sines, [positions, D/2], in float32.
-
-    A table, not a formula a step: a position has the same bits whatever else is in the step.
-    """
-
-    def __init__(self, rope: RopeConfig, head_dim: int, positions: int, device: torch.device):
-        inv_freq = inverse_frequencies(rope, head_dim)
-        angles = torch.arange(positions).float()[:, None] * inv_freq  # [positions, D/2]
-        self.cos, self.sin = angles.cos().to(device), angles.sin().to(device)
-
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos, sin [T, D/2] of positions [T]."""
-        return self.cos[positions], self.sin[positions]
+def fast_gelu(x: Tensor) -> Tensor:
+    """The tanh form of GELU with the constant sqrt(2/pi) cut to ten digits."""
+    return 0.5 * x * (1.0 + torch.tanh(0.7978845608 * x * (1.0 + 0.044715 * x * x)))
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Radians a position for each pair of dimensions [D/2], float32 (Su et al. 2021, eq. 15).
+def laplace(x: Tensor) -> Tensor:
+    """The normal distribution function that follows squared ReLU (Ma et al. 2022, Mega)."""
+    return 0.5 * (1.0 + torch.erf((x - 0.707107) / (0.282095 * math.sqrt(2.0))))
 
-    kind "llama3" (Dubey et al. 2024, section 3.4.2 and the released code) slows the pairs whose
-    wavelength is long against the original context by `factor`, leaves the short ones alone, and
-    goes from one to the other in a straight line of the frequency.
-    """
-    inv_freq = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
-    if rope.kind == "default":
-        return inv_freq
-    assert rope.kind == "llama3", rope.kind
-    wavelength = 2 * math.pi / inv_freq  # positions a turn
-    turns = rope.original_positions / wavelength  # turns within the original context
-    share = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    share = share.clamp(0.0, 1.0)  # 1: left alone, 0: slowed whole
-    return (1 - share) * inv_freq / rope.factor + share * inv_freq
+
+tanh_gelu = partial(F.gelu, approximate="tanh")
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,  # Hendrycks & Gimpel 2016: x times the normal distribution function
+    "gelu_python": F.gelu,
+    "gelu_10": lambda x: F.gelu(x).clamp(-10, 10),
+    "gelu_new": tanh_gelu,  # the same paper's approximation; then the same again
+    "gelu_accurate": tanh_gelu,
+    "gelu_pytorch_tanh": tanh_gelu,
+    "gelu_python_tanh": tanh_gelu,
+    "gelu_fast": fast_gelu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),  # the same paper's other one
+    "silu": F.silu,  # Elfwing et al. 2017; "swish" in Ramachandran et al. 2017
+    "swish": F.silu,
+    "hardswish": F.hardswish,  # Howard et al. 2019
+    "mish": F.mish,  # Misra 2019
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),  # So et al. 2021, Primer
+    "relu6": F.relu6,
+    "leaky_relu": F.leaky_relu,  # with torch's slope of 0.01
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "laplace": laplace,
+    "sqrtsoftplus": lambda x: F.softplus(x).sqrt(),
+    "linear": lambda x: x,
+}

@@ -2,7 +2,8 @@
 
     ids -> embedding -> L x [ norm, attention with rope, add, norm, swiglu, add ] -> norm -> head
 
-Llama, TinyLlama, Llama 3 and SmolLM2 differ in their config.json alone.
+Llama, TinyLlama, Llama 3, SmolLM2 and Mistral differ in their config.json alone; Qwen2 has biases
+on queries, keys and values; Qwen3 normalises the queries and keys of each head before RoPE.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from spindle.config import ModelConfig
 from spindle.kernels import Weight, add_rms_norm, linear, rms_norm, rope, silu_mul
-from spindle.model.layers import KVView, Rope, Source, activation
+from spindle.model.layers import KVView, Source, activation
+from spindle.model.rope import Rope
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class Layer:
 
     input_norm: Tensor  # [E]
     qkv: Weight  # [(H + 2 Hk) D, E]
+    q_norm: Tensor | None  # [D], Qwen3's
+    k_norm: Tensor | None  # [D], Qwen3's
     out: Weight  # [E, H D]
     mlp_norm: Tensor  # [E]
     gate_up: Weight  # [2F, E]
@@ -75,6 +79,9 @@ class Llama:
         c = self.config
         heads = linear(h, layer.qkv).view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
         q, k, v = heads.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = rms_norm(q, layer.q_norm, c.norm_eps)  # each head by itself
+            k = rms_norm(k, layer.k_norm, c.norm_eps)
         rope(q, k, *angles)
         view.write(n, k, v)
         a = view.attend(n, q, c.attention_scale(n))  # [T, H, D]
@@ -95,13 +102,14 @@ def _layer(config: ModelConfig, source: Source, at: str) -> Layer:
     def stacked(parts: dict[str, int], inputs: int, biased: bool) -> Weight:
         return source.linear({f"{at}{name}": n for name, n in parts.items()}, inputs, biased)
 
-    attention, mlp = config.attention_bias, config.mlp_bias
     qkv = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
     return Layer(
         input_norm=source(f"{at}input_layernorm.weight", E),
-        qkv=stacked(qkv, E, attention),
-        out=stacked({"self_attn.o_proj": E}, queries, attention),
+        qkv=stacked(qkv, E, config.qkv_bias),
+        q_norm=source(f"{at}self_attn.q_norm.weight", D) if config.qk_norm else None,
+        k_norm=source(f"{at}self_attn.k_norm.weight", D) if config.qk_norm else None,
+        out=stacked({"self_attn.o_proj": E}, queries, config.out_bias),
         mlp_norm=source(f"{at}post_attention_layernorm.weight", E),
-        gate_up=stacked({"mlp.gate_proj": F, "mlp.up_proj": F}, E, mlp),
-        down=stacked({"mlp.down_proj": E}, F, mlp),
+        gate_up=stacked({"mlp.gate_proj": F, "mlp.up_proj": F}, E, config.mlp_bias),
+        down=stacked({"mlp.down_proj": E}, F, config.mlp_bias),
     )

@@ -27,6 +27,7 @@ from spindle.model.layers import Model, Source
 from spindle.model.llama import Llama
 
 FAMILIES: dict[str, type[GPT2] | type[Llama]] = {"gpt2": GPT2, "llama": Llama}
+FAMILIES |= dict.fromkeys(("mistral", "qwen2", "qwen3"), Llama)
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 DTYPES |= {"float16": torch.float16, "bfloat16": torch.bfloat16}
