@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from spindle.checkpoints import corpus, train
-from spindle.checkpoints.network import GPT2, Shape
+from spindle.checkpoints.network import GPT2, Dropout, Shape
 
 HERE = Path(train.__file__).parent
 NAMES = ("tiny", "tiny-draft")
@@ -188,7 +188,8 @@ def test_text_loss_is_that_of_transformers() -> None:
 
 # The script
 
-SMALL = train.Recipe(Shape(width=32, layers=2, heads=2, vocab=280, context=16), steps=12, rows=2)
+SHAPE = Shape(width=32, layers=2, heads=2, vocab=280, context=16, dropout=0.1)
+SMALL = train.Recipe(SHAPE, steps=12, rows=2)
 TEXTS = [f"Return the {word} of x, or None if x has no {word}.\n" * 9 for word in "abcdefghijklmn"]
 
 
@@ -260,14 +261,29 @@ def test_every_epoch_sees_each_window_once() -> None:
 
 def test_two_workers_find_the_gradient_of_the_whole_batch() -> None:
     torch.manual_seed(2)
-    network, batch = GPT2(SMALL.shape).double(), torch.randint(280, (4, 17))
+    shape = dataclasses.replace(SHAPE, dropout=0.0)
+    network, batch = GPT2(shape).double(), torch.randint(280, (4, 17))
+    noises = [torch.Generator(), torch.Generator()]
     with ThreadPoolExecutor(2) as workers:
-        value = train.set_gradients(network, train.text_loss, batch, workers)
+        value = train.set_gradients(network, train.text_loss, batch, noises, workers)
     loss = train.text_loss(network, batch)
     whole = torch.autograd.grad(loss, list(network.parameters()))
     assert value == pytest.approx(loss.item(), abs=1e-12)
     for weight, gradient in zip(network.parameters(), whole, strict=True):
         torch.testing.assert_close(weight.grad, gradient, atol=1e-12, rtol=0)
+
+
+def test_dropout_is_for_training_and_drops_the_share_that_it_says() -> None:
+    torch.manual_seed(6)
+    network, ids = GPT2(SHAPE), torch.randint(280, (1, 16))
+    noise = torch.Generator().manual_seed(1)
+    assert torch.equal(network(ids), network(ids))
+    first, second = network(ids, noise), network(ids, noise)
+    assert not torch.equal(first, second)
+    assert torch.equal(first, network(ids, noise.manual_seed(1)))
+    dropped = Dropout(0.25)(torch.ones(100_000), noise)
+    assert (dropped == 0).float().mean().item() == pytest.approx(0.25, abs=0.01)
+    assert dropped.unique().tolist() == pytest.approx([0.0, 1 / 0.75])
 
 
 def test_imitation_is_over_when_the_teacher_is_met() -> None:

@@ -2,6 +2,8 @@
 
 Names and layouts are those of `GPT2LMHeadModel`: `Conv1D` keeps a weight as [in, out], the head is
 the embedding, no mask is stored. Source: Radford et al. 2019, section 2.3.
+A forward pass drops out what enters the residual stream if it is given the noise to do it with:
+the generator is an argument, since two workers share one network and each has its own.
 """
 
 import math
@@ -21,6 +23,21 @@ class Shape:
     heads: int
     vocab: int = 4096
     context: int = 512
+    dropout: float = 0.0
+
+
+class Dropout(nn.Module):
+    """Zero a share of x and scale up the rest (Srivastava et al. 2014); without noise, x itself."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def forward(self, x: Tensor, noise: torch.Generator | None) -> Tensor:
+        if noise is None or not self.share:
+            return x
+        kept = torch.empty_like(x).bernoulli_(1 - self.share, generator=noise)
+        return x * kept / (1 - self.share)
 
 
 class Conv1D(nn.Module):
@@ -68,10 +85,11 @@ class Block(nn.Module):
         self.attn = Attention(shape, out_std)
         self.ln_2 = nn.LayerNorm(shape.width)
         self.mlp = MLP(shape.width, out_std)
+        self.drop = Dropout(shape.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.ln_1(x))
-        return x + self.mlp(self.ln_2(x))
+    def forward(self, x: Tensor, noise: torch.Generator | None) -> Tensor:
+        x = x + self.drop(self.attn(self.ln_1(x)), noise)
+        return x + self.drop(self.mlp(self.ln_2(x)), noise)
 
 
 class Transformer(nn.Module):
@@ -81,24 +99,25 @@ class Transformer(nn.Module):
         self.wpe = nn.Embedding(shape.context, shape.width)
         self.h = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.ln_f = nn.LayerNorm(shape.width)
+        self.drop = Dropout(shape.dropout)
         nn.init.normal_(self.wte.weight, std=0.02)
         nn.init.normal_(self.wpe.weight, std=0.01)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, noise: torch.Generator | None) -> Tensor:
         positions = torch.arange(ids.shape[1], device=ids.device)  # [T]
-        x = self.wte(ids) + self.wpe(positions)  # [B, T, E]
+        x = self.drop(self.wte(ids) + self.wpe(positions), noise)  # [B, T, E]
         for block in self.h:
-            x = block(x)
+            x = block(x, noise)
         return self.ln_f(x)
 
 
 class GPT2(nn.Module):
-    """ids [B, T] -> logits [B, T, V]."""
+    """ids [B, T] -> logits [B, T, V]; with noise (changed) as in training, without as in use."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
         self.transformer = Transformer(shape)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.linear(self.transformer(ids), self.transformer.wte.weight)
+    def forward(self, ids: Tensor, noise: torch.Generator | None = None) -> Tensor:
+        return F.linear(self.transformer(ids, noise), self.transformer.wte.weight)

@@ -50,7 +50,12 @@ class Recipe:
     seed: int = 0
 
 
-TINY = Recipe(Shape(width=192, layers=4, heads=6), steps=5200)
+TINY = Recipe(
+    Shape(width=192, layers=6, heads=6, dropout=0.15),
+    steps=9000,
+    warmup_steps=200,
+    decay_steps=2000,
+)
 DRAFT = Recipe(Shape(width=128, layers=1, heads=4), steps=2400, peak_lr=3e-3)
 
 
@@ -111,21 +116,22 @@ def divergence(logits: Tensor, target_logits: Tensor) -> Tensor:
     return F.kl_div(ours, targets, reduction="batchmean", log_target=True)
 
 
-Loss = Callable[[GPT2, Tensor], Tensor]
+Noise = torch.Generator | None  # what dropout draws from; None where a network is judged
+Loss = Callable[[GPT2, Tensor, Noise], Tensor]
 
 
-def text_loss(network: GPT2, window: Tensor) -> Tensor:
+def text_loss(network: GPT2, window: Tensor, noise: Noise = None) -> Tensor:
     """How badly the network foretells the text; window [B, T + 1]."""
-    return cross_entropy(network(window[:, :-1]), window[:, 1:])
+    return cross_entropy(network(window[:, :-1], noise), window[:, 1:])
 
 
 def imitation_loss(teacher: GPT2) -> Loss:
     """How badly a network foretells its teacher, as a loss over windows [B, T + 1]."""
 
-    def loss(network: GPT2, window: Tensor) -> Tensor:
+    def loss(network: GPT2, window: Tensor, noise: Noise = None) -> Tensor:
         with torch.no_grad():
             taught = teacher(window[:, :-1])
-        return divergence(network(window[:, :-1]), taught)
+        return divergence(network(window[:, :-1], noise), taught)
 
     return loss
 
@@ -134,7 +140,7 @@ def imitation_loss(teacher: GPT2) -> Loss:
 def mean_loss(network: GPT2, loss: Loss, stream: Tensor) -> float:
     """The loss over a whole stream, one context window at a time."""
     windows = cut(stream, network.shape.context)
-    total = sum(loss(network, window).item() * len(window) for window in windows.split(8))
+    total = sum(loss(network, window, None).item() * len(window) for window in windows.split(8))
     return total / len(windows)
 
 
@@ -168,7 +174,9 @@ def make_optimizer(network: GPT2, recipe: Recipe) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=recipe.weight_decay)
 
 
-def set_gradients(network: GPT2, loss: Loss, batch: Tensor, workers: Executor) -> float:
+def set_gradients(
+    network: GPT2, loss: Loss, batch: Tensor, noises: list[torch.Generator], workers: Executor
+) -> float:
     """Set each weight's `.grad` to that of the mean loss over a batch; return that loss.
 
     Halves of the batch go to two workers that meet once a step. Two threads inside every operation
@@ -176,11 +184,11 @@ def set_gradients(network: GPT2, loss: Loss, batch: Tensor, workers: Executor) -
     """
     weights = list(network.parameters())
 
-    def share(rows: Tensor) -> tuple[float, tuple[Tensor, ...]]:
-        value = loss(network, rows)
+    def share(rows: Tensor, noise: torch.Generator) -> tuple[float, tuple[Tensor, ...]]:
+        value = loss(network, rows, noise)
         return value.item(), torch.autograd.grad(value, weights)
 
-    values, gradients = zip(*workers.map(share, batch.chunk(WORKERS)), strict=True)
+    values, gradients = zip(*workers.map(share, batch.chunk(WORKERS), noises), strict=True)
     for weight, *parts in zip(weights, *gradients, strict=True):
         weight.grad = sum(parts) / WORKERS
     return sum(values) / WORKERS
@@ -199,10 +207,11 @@ def fit(
     tokens_per_step = recipe.rows * recipe.shape.context
     started, least = time.perf_counter(), math.inf
     workers = ThreadPoolExecutor(WORKERS)
+    noises = [torch.Generator().manual_seed(recipe.seed + 1 + n) for n in range(WORKERS)]
     for step in tqdm(range(1, recipe.steps + 1), disable=None, unit="step"):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step - 1, recipe)
-        value = set_gradients(network, loss, next(source), workers)
+        value = set_gradients(network, loss, next(source), noises, workers)
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
         if step % recipe.eval_every == 0 or step == recipe.steps:
