@@ -45,6 +45,7 @@ BUNDLED_IN = Path(__file__).parent / "checkpoints"
 HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 # Only what is read here. Pickles (*.bin, *.pt) can run code and are never fetched.
 HUB_FILES = ["config.json", "generation_config.json", "tokenizer*.json", "*.jinja"]
+HUB_FILES += ["special_tokens_map.json", "chat_template.json"]  # as older files have it
 HUB_FILES += ["*.safetensors", "*.safetensors.index.json"]
 HUB_FILES_NOT = ["*/*", "consolidated*"]  # copies of the same weights in other layouts
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")

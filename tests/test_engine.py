@@ -5,6 +5,8 @@ import itertools
 import math
 
 import numpy as np
+import oracle
+import oracle_sampling
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,9 +16,11 @@ from torch import Tensor
 
 from spindle.config import ModelConfig
 from spindle.decode.engine import Engine
-from spindle.decode.sampling import SamplingParams, SamplingRows, sample
+from spindle.decode.params import SamplingParams
+from spindle.decode.penalties import Prefix
+from spindle.decode.sampling import SamplingRows, sample
 from spindle.errors import NumericsError, RequestError
-from spindle.model.weights import random_model
+from spindle.model.weights import load_hf, random_model
 
 CONTEXT = 32  # positions of every model here
 LLAMA = {
@@ -661,3 +665,270 @@ def test_a_stop_before_the_limit_counts_what_came():
     """B90, B99: real tokens, not those asked for."""
     ids, stats = Engine(saying(1, 7, eos_ids=(7,))).generate([5], 30, temperature=0)
     assert stats.new_tokens == len(ids) == 2
+
+
+# What the tokens so far change
+
+
+PENALTIES = dict(repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.6)
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.2, "seed": 5}])
+def test_penalties_over_a_forward_pass_without_a_cache(model, sampling):
+    """B59: repetition counts prompt and output, the others the output alone: a loop over lists."""
+    new: list[int] = []
+    rows = SamplingRows.of([SamplingParams(seed=sampling.get("seed", 0), temperature=1.2)])
+    while len(new) < 20:
+        ids = [*PROMPT, *new]
+        logits = forward(model, ids)[-1].clone()
+        for token in set(ids):
+            logits[token] *= 1 / 1.3 if logits[token] > 0 else 1.3
+            logits[token] -= 0.4 * new.count(token) + 0.6 * (token in new)
+        greedy = sampling["temperature"] == 0
+        drawn = logits.argmax() if greedy else sample(logits[None], rows, torch.tensor([len(ids)]))
+        new.append(int(drawn))
+    got, _ = Engine(model).generate(PROMPT, 20, **sampling, **PENALTIES)
+    assert got == new
+    assert got != Engine(model).generate(PROMPT, 20, **sampling)[0]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_greedy_with_a_repetition_penalty_is_transformers_generate(family, tmp_path):
+    """In float64: 48 ids, none excused, and other ones than without the penalty."""
+    directory = oracle.make_checkpoint(tmp_path, family)
+    theirs, engine = oracle.load(directory), Engine(load_hf(directory, dtype="float64"))
+    right = oracle_sampling.greedy(theirs, PROMPT, 48, repetition_penalty=1.3)
+    got, _ = engine.generate(PROMPT, 48, temperature=0, repetition_penalty=1.3)
+    assert got == right
+    assert got != engine.generate(PROMPT, 48, temperature=0)[0]
+
+
+@pytest.mark.parametrize("eos_ids", [(7,), (2, 7), (9,)])
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"seed": 1}, {"seed": 1, "top_k": 3}])
+@pytest.mark.parametrize("least", [0, 1, 4])
+def test_min_tokens_come_before_the_first_eos(eos_ids, sampling, least):
+    """B57: the EOS ids are always by far the likeliest; a prompt of 10 does not count."""
+    table = torch.zeros(CONTEXT, 10)
+    table[:, eos_ids] = 60.0
+    ids, stats = Engine(MockModel(table, eos_ids)).generate(
+        [1] * 10, 9, min_tokens=least, **sampling
+    )
+    assert len(ids) == least + 1
+    assert set(eos_ids).isdisjoint(ids[:-1])
+    assert ids[-1] in eos_ids
+    assert (stats.finish_reason, stats.stop_reason) == ("stop", None)
+
+
+def test_min_tokens_hold_back_stop_ids_too_and_with_ignore_eos_only_them():
+    """B57, B68: with ignore_eos the last id of the vocabulary, an EOS, can be sampled."""
+    table = torch.zeros(CONTEXT, 10)
+    table[:, 9], table[:, 3], table[:, 1] = 60.0, 50.0, 40.0
+    engine = Engine(MockModel(table, (9,)))
+    options = dict(temperature=0, min_tokens=2, stop_token_ids=[3])
+    assert engine.generate([5], 6, **options)[0] == [1, 1, 9]
+    assert engine.generate([5], 4, **options, ignore_eos=True)[0] == [9] * 4
+    table[:, 9] = 0.0
+    ids, stats = engine.generate([5], 6, **options, ignore_eos=True)
+    assert (ids, stats.finish_reason, stats.stop_reason) == ([1, 1, 3], "stop", 3)
+
+
+def test_min_tokens_with_nothing_else_to_say_is_an_error_in_words():
+    """B69: every id but the EOS is impossible; it fails in the first step, and the engine lives."""
+    mock = saying(7, eos_ids=(7,))
+    mock.table[mock.table == 0] = -math.inf
+    engine = Engine(mock)
+    for sampling in ({"temperature": 0}, {"seed": 1}):
+        stream = engine.stream([1, 2], 5, min_tokens=2, **sampling)
+        with pytest.raises(NumericsError, match=r"position 2 leave nothing to sample.*min_tokens"):
+            next(stream)
+        assert stream.stats.finish_reason == "error"
+    assert engine.generate([1, 2], 5)[0] == [7]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_mask_does_not_hide_broken_logits(value):
+    """B69: what is broken is the EOS's own logit, which min_tokens masks."""
+    mock = saying(1, eos_ids=(7,))
+    mock.table[:, 7] = value
+    with pytest.raises(NumericsError, match=r"position 1 are no distribution \(NaN"):
+        Engine(mock).generate([1], 5, temperature=0, min_tokens=3)
+
+
+# Stop ids
+
+
+def test_stop_ids_stop_and_say_which():
+    """B68: besides the EOS ids, also with ignore_eos; the id is the answer's last."""
+    engine = Engine(saying(1, 2, 7, 5, 4, eos_ids=(2, 7)))
+
+    def answer(**options):
+        ids, stats = engine.generate([5], 5, temperature=0, **options)
+        return ids, stats.finish_reason, stats.stop_reason
+
+    assert answer() == ([1, 2], "stop", None)
+    assert answer(stop_token_ids=[1]) == ([1], "stop", 1)
+    assert answer(ignore_eos=True) == ([1, 2, 7, 5, 4], "length", None)
+    assert answer(ignore_eos=True, stop_token_ids=[7]) == ([1, 2, 7], "stop", 7)
+    assert answer(ignore_eos=True, stop_token_ids=[6, 4]) == ([1, 2, 7, 5, 4], "stop", 4)
+    assert answer(stop_token_ids=[2]) == ([1, 2], "stop", None)  # it is an EOS all the same
+
+
+def test_stop_ids_in_the_prompt_stop_nothing():
+    ids, _ = Engine(saying(1)).generate([3, 3], 2, temperature=0, stop_token_ids=[3])
+    assert ids == [1, 1]
+
+
+def test_what_token_ids_cannot_honour_is_refused_and_changes_nothing(model):
+    """B113: stop strings, stop ids beyond the vocabulary, and n where one answer is given."""
+    engine = Engine(model)
+    engine.prefill(PROMPT)
+    cases = [
+        ({"stop": "x"}, "stop: token ids have no text.*stream_text"),
+        ({"stop_token_ids": [3, 97]}, "stop_token_ids: token id 97 at position 1: .* 0 to 96"),
+        ({"n": 2}, "n=2: .*Engine.answers"),
+        ({"logprobs": -1}, "logprobs=-1: expected a whole number from 0 to 20"),
+    ]
+    for options, message in cases:
+        for call in (engine.generate, engine.stream):
+            with pytest.raises(RequestError, match=message):
+                call([1], **options)
+    for options, message in cases[:2]:
+        with pytest.raises(RequestError, match=message):
+            engine.answers([1], SamplingParams(**options))
+    assert engine.length == len(PROMPT)
+    assert len(engine.generate([1], 2, stop=None, stop_token_ids=None, n=1)[0]) == 2
+
+
+# Log-probabilities
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0},
+        {"temperature": 0, **PENALTIES},
+        {"temperature": 1.5, "seed": 3, "top_p": 0.5, "top_k": 9},
+        {"temperature": 0.2, "seed": 3, "min_p": 0.9},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("k", [0, 3, 20])
+def test_logprobs_are_the_raw_log_softmax(model, sampling, k):
+    """B62: whatever is filtered or penalised: real values, k entries, the sampled one among them.
+
+    Also in a list of the same length as the ids at each moment.
+    """
+    stream, ids = Engine(model).stream(PROMPT, 8, logprobs=k, **sampling), list(PROMPT)
+    for token in stream:
+        right = forward(model, ids)[-1].log_softmax(-1)
+        ids.append(token)
+        assert len(stream.logprobs) == len(ids) - len(PROMPT)
+        record = stream.logprobs[-1]
+        likeliest = right.argsort(descending=True)[:k].tolist()
+        expected = likeliest + [token] * (token not in likeliest)
+        assert [one.token_id for one in record.top] == expected
+        for one in (record.sampled, *record.top):
+            assert one.logprob == pytest.approx(right[one.token_id].item(), abs=1e-9)
+            assert math.isfinite(one.logprob)
+            assert one.rank == 1 + int((right > right[one.token_id]).sum())
+        assert record.sampled.token_id == token
+    assert [one.sampled.token_id for one in stream.logprobs] == ids[len(PROMPT) :]
+
+
+def test_logprobs_change_no_token_and_are_absent_by_default(model):
+    engine = Engine(model)
+    plain, asked = engine.stream(PROMPT, 8, seed=4), engine.stream(PROMPT, 8, seed=4, logprobs=2)
+    assert list(plain) == list(asked)
+    assert plain.logprobs is None
+    assert len(asked.logprobs) == 8
+
+
+def test_logprobs_beyond_the_vocabulary_are_the_vocabulary():
+    """B56: 10 logits, 20 asked for."""
+    stream = Engine(saying(1)).stream([2], 2, temperature=0, logprobs=20)
+    list(stream)
+    assert [len(record.top) for record in stream.logprobs] == [10, 10]
+
+
+def test_an_eos_has_its_record_and_an_interrupt_keeps_them():
+    stream = Engine(saying(1, 7, eos_ids=(7,))).stream([5], 9, temperature=0, logprobs=1)
+    assert [next(stream)] == [1]
+    assert len(stream.logprobs) == 1
+    assert list(stream) == [7]
+    assert stream.logprobs[-1].sampled.token_id == 7
+
+
+# Several answers
+
+
+def solo_answer(model, params: SamplingParams, sample_index: int, count: int) -> list[int]:
+    """One answer by itself: a forward pass without a cache a token, and its own sample number."""
+    ids = list(PROMPT)
+    rows = SamplingRows.of(
+        [params], samples=[sample_index], prefixes=[Prefix(PROMPT)], vocab_size=97
+    )
+    for _ in range(count):
+        tokens = sample(forward(model, ids)[-1:], rows, torch.tensor([len(ids)]))
+        rows.append(tokens)
+        ids.append(int(tokens))
+    return ids[len(PROMPT) :]
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 20}, PENALTIES], ids=str)
+def test_each_of_n_answers_is_its_solo_run(model, options):
+    """B60: three different ones, the same three again, the first as without n."""
+    params = SamplingParams(n=3, seed=7, max_tokens=9, logprobs=1, **options)
+    engine = Engine(model)
+    answers = engine.answers(PROMPT, params)
+    assert [a.token_ids for a in answers] == [solo_answer(model, params, i, 9) for i in range(3)]
+    assert len({tuple(a.token_ids) for a in answers}) == 3
+    again = engine.answers(PROMPT, params)
+    assert [a.token_ids for a in again] == [a.token_ids for a in answers]
+    assert engine.generate(PROMPT, 9, seed=7, **options)[0] == answers[0].token_ids
+    for answer in answers:
+        assert [one.sampled.token_id for one in answer.logprobs] == answer.token_ids
+        assert (answer.finish_reason, answer.stop_reason) == ("length", None)
+        assert (answer.stats.new_tokens, answer.stats.seed) == (9, 7)
+
+
+def test_the_prompt_of_n_answers_is_run_once():
+    mock = saying(1)
+    Engine(mock).answers([2] * 7, SamplingParams(n=3, max_tokens=3))
+    assert mock.passes == [[0, 1, 2, 3, 4, 5, 6], *[[7], [8]] * 3]
+
+
+def test_an_answer_of_an_eos_alone_leaves_the_others_as_they_are():
+    """B32: the first token of one is the EOS."""
+    table = torch.zeros(CONTEXT, 2)
+    engine = Engine(MockModel(table, eos_ids=(0,)))
+    answers = engine.answers([1], SamplingParams(n=20, seed=1, max_tokens=4))
+    reasons = {len(a.token_ids): a.finish_reason for a in answers}
+    assert reasons[1] == "stop" and len(reasons) > 2
+    for answer in answers:
+        ended = answer.token_ids[-1] == 0
+        assert answer.finish_reason == ("stop" if ended else "length")
+        assert 0 not in answer.token_ids[:-1]
+
+
+def test_n_answers_of_no_tokens(model):
+    """B110"""
+    engine = Engine(model)
+    answers = engine.answers(PROMPT, SamplingParams(n=2, max_tokens=0))
+    assert [(a.token_ids, a.finish_reason) for a in answers] == [([], "length")] * 2
+    assert engine.length == 0
+
+
+def test_without_a_seed_n_answers_share_one_that_is_drawn(model):
+    answers = Engine(model).answers(PROMPT, SamplingParams(n=4, max_tokens=8))
+    (seed,) = {a.stats.seed for a in answers}
+    again = Engine(model).answers(PROMPT, SamplingParams(n=4, max_tokens=8, seed=seed))
+    assert [a.token_ids for a in again] == [a.token_ids for a in answers]
+
+
+def test_a_stream_that_answers_pushed_out_is_told_so(model):
+    engine = Engine(model)
+    stream = engine.stream(PROMPT, 9, seed=1)
+    next(stream)
+    engine.answers(PROMPT, SamplingParams(n=2, max_tokens=1))
+    with pytest.raises(RequestError, match="one stream at a time"):
+        next(stream)

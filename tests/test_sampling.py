@@ -4,6 +4,7 @@ Statistical tests have fixed seeds, so they are decided once; the p-value that e
 0.0001 where nothing else is said.
 """
 
+import dataclasses
 import itertools
 import math
 from fractions import Fraction
@@ -646,7 +647,8 @@ def test_shapes_of_the_rows_depend_on_no_value():
 # What is refused on construction
 
 WHOLE = (True, False, 1.5, 1.0, "3", [1], math.nan, torch.tensor(True), np.bool_(True))
-REAL = (True, False, "0.5", [0.5], 1j, math.nan, math.inf, -math.inf, np.bool_(True), -1, -1e-9)
+NOT_REAL = (True, False, "0.5", [0.5], 1j, math.nan, math.inf, -math.inf, np.bool_(True))
+REAL = (*NOT_REAL, -1, -1e-9)
 BAD = {
     "max_tokens": (*WHOLE, -1, -(10**30), 2**63, 2**64),
     "temperature": (*REAL, None, 10_001, 1e30, 10**400, np.float32("nan")),
@@ -655,6 +657,14 @@ BAD = {
     "min_p": (*REAL, None, 1.5, 1 + 2**-52, 10**400),
     "seed": (*WHOLE, -1, 2**63, 2**64),
     "ignore_eos": (0, 1, None, "yes", np.bool_(True), torch.tensor(True)),
+    "min_tokens": (*WHOLE, None, -1, 2**63),
+    "presence_penalty": (*NOT_REAL, None, -2.1, 2 + 1e-9, 1e30),
+    "frequency_penalty": (*NOT_REAL, None, -2.1, 2 + 1e-9, 1e30),
+    "repetition_penalty": (*REAL, None, 0, 0.0, 9e-5, 10_001, 1e30, 1e-300),
+    "logprobs": (*WHOLE, -1, 21, 10**6, 2**64),
+    "n": (*WHOLE, None, 0, -1, 129, 10**6, 2**64),
+    "stop": (5, 1.5, True, b"x", {"a": 1}, {"a"}, iter(["a"])),
+    "stop_token_ids": (5, 1.5, True, iter([1])),
 }
 RIGHT = {
     "max_tokens": "a whole number of 0 or more, or None",
@@ -664,6 +674,14 @@ RIGHT = {
     "min_p": "a number from 0 to 1",
     "seed": r"a whole number from 0 to 2\*\*63 - 1, or None",
     "ignore_eos": "True or False",
+    "min_tokens": "a whole number of 0 or more",
+    "presence_penalty": "a number from -2 to 2",
+    "frequency_penalty": "a number from -2 to 2",
+    "repetition_penalty": "a number from 0.0001 to 10,000",
+    "logprobs": "a whole number from 0 to 20, or None",
+    "n": "a whole number from 1 to 128",
+    "stop": "a string, a list of strings, or None",
+    "stop_token_ids": "a list of token ids, or None",
 }
 
 
@@ -676,7 +694,7 @@ RIGHT = {
     ],
 )
 def test_a_bad_value_is_refused_by_name(field, value):
-    """B113, B114: on construction, with the field, the value and the right range."""
+    """B56, B113, B114, B115: on construction, with the field, the value and the right range."""
     with pytest.raises(RequestError, match=f"^{field}=.*: expected {RIGHT[field]}"):
         SamplingParams(**{field: value})
     with pytest.raises(ValueError, match=field):  # for those who do not know our errors
@@ -703,6 +721,13 @@ def test_a_bad_value_is_refused_by_name(field, value):
         ("top_p", 1, 1.0),
         ("top_p", 5e-324, 5e-324),
         ("min_p", 1, 1.0),
+        ("min_tokens", np.int8(3), 3),
+        ("presence_penalty", -2, -2.0),
+        ("frequency_penalty", np.float32(0.5), 0.5),
+        ("repetition_penalty", 10_000, 10_000.0),
+        ("repetition_penalty", 1e-4, 1e-4),
+        ("logprobs", np.int64(0), 0),
+        ("n", np.int64(128), 128),
         ("min_p", np.float32(0.25), 0.25),
     ],
 )
@@ -711,6 +736,67 @@ def test_numbers_of_numpy_become_plain_ones(field, value, stored):
     got = getattr(SamplingParams(**{field: value}), field)
     assert got == stored
     assert type(got) is type(stored)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"stop": ""}, "^stop: '' at position 0: expected a string that is not empty"),
+        ({"stop": ["a", ""]}, "^stop: '' at position 1: expected a string that is not empty"),
+        ({"stop": ["a", 5]}, "^stop: 5 at position 1: expected a string"),
+        ({"stop": ["a", "b", None]}, "^stop: None at position 2: expected a string"),
+        ({"stop": ["a"] * 65}, "^stop: 65 strings; expected at most 64"),
+        ({"stop": ["a"] * 10**5}, "^stop: 100000 strings; expected at most 64"),
+        ({"stop_token_ids": [3, -1]}, "^stop_token_ids: token id -1 at position 1: expected"),
+        ({"stop_token_ids": [3, 1.0]}, "^stop_token_ids: token id 1.0 at position 1: expected"),
+        ({"stop_token_ids": [True]}, "^stop_token_ids: token id True at position 0: expected"),
+        ({"stop_token_ids": "12"}, "^stop_token_ids: token id '1' at position 0: expected"),
+        ({"stop_token_ids": [2**32]}, "^stop_token_ids: token id 4294967296 at position 0"),
+        ({"stop_token_ids": [1] * 1025}, "^stop_token_ids: 1025 ids; expected at most 1024"),
+        ({"min_tokens": 17}, "^min_tokens=17: expected at most max_tokens=16"),
+        ({"min_tokens": 1, "max_tokens": 0}, "^min_tokens=1: expected at most max_tokens=0"),
+        ({"n": 2, "temperature": 0}, "^n=2: expected 1 at temperature=0"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_bad_list_or_pair_is_refused_by_name(params, message):
+    """B113, B115: the field, and in a list the position; bounds before anything is made of them."""
+    with pytest.raises(RequestError, match=message) as refusal:
+        SamplingParams(**params)
+    assert len(str(refusal.value)) < 200
+
+
+def test_lists_become_tuples_and_parameters_stay_hashable():
+    params = SamplingParams(stop=["a", "b"], stop_token_ids=np.array([3, 1, 3]), max_tokens=None)
+    assert (params.stop, params.stop_token_ids) == (("a", "b"), (3, 1, 3))
+    assert {params: 1}[SamplingParams(stop=("a", "b"), stop_token_ids=[3, 1, 3], max_tokens=None)]
+    assert SamplingParams(stop="ab").stop == ("ab",)
+    assert SamplingParams(stop=[], stop_token_ids=[]) == SamplingParams()
+    assert (SamplingParams().stop, SamplingParams().stop_token_ids) == ((), ())
+    assert len(SamplingParams(stop=["a"] * 64, stop_token_ids=range(1024)).stop_token_ids) == 1024
+    assert SamplingParams(min_tokens=10**6, max_tokens=None).min_tokens == 10**6
+    assert SamplingParams(min_tokens=16, logprobs=20, n=128).seeded().n == 128
+
+
+def test_defaults_are_vllms():
+    """Its SamplingParams, field by field; an absent list is an empty one there too."""
+    assert dataclasses.asdict(SamplingParams()) == {
+        "max_tokens": 16,
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "seed": None,
+        "ignore_eos": False,
+        "min_tokens": 0,
+        "stop": (),
+        "stop_token_ids": (),
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "logprobs": None,
+        "n": 1,
+    }
 
 
 def test_seed_zero_is_a_seed():

@@ -121,6 +121,7 @@ def test_as_dict_is_json_with_units_in_its_names():
         "new_tokens": 3,
         "seed": 3,
         "finish_reason": "length",
+        "stop_reason": None,
         "ttft_ms": pytest.approx(1000),
         "itl_p50_ms": pytest.approx(100),
         "itl_p99_ms": pytest.approx(300),

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
-from dataclasses import fields
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, fields
 from numbers import Integral
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from spindle.decode.sampling import SamplingParams, SamplingRows, sample
+from spindle.decode.logprobs import TokenLogprobs, logprob_table, token_logprobs
+from spindle.decode.params import SamplingParams
+from spindle.decode.penalties import Prefix
+from spindle.decode.sampling import SamplingRows, sample
 from spindle.decode.stats import Stats
+from spindle.decode.stream import Answer, Stream
 from spindle.errors import NumericsError, RequestError
 from spindle.kvcache.contiguous import ContiguousKV
 from spindle.kvcache.index import StepIndex
@@ -19,7 +23,8 @@ from spindle.model.layers import Model
 from spindle.tokenizer import check_ids
 
 ROW = 0  # this engine's only sequence
-OPTIONS = ["max_new_tokens", *(f.name for f in fields(SamplingParams) if f.name != "max_tokens")]
+ELSEWHERE = ("max_tokens", "n", "stop")  # max_new_tokens, `answers` and `stream_text` have these
+OPTIONS = ["max_new_tokens", *(f.name for f in fields(SamplingParams) if f.name not in ELSEWHERE)]
 
 
 class Engine:
@@ -38,7 +43,9 @@ class Engine:
         self.max_seq_len = _length("max_seq_len", limit if max_seq_len is None else max_seq_len)
         self.prefill_chunk = _length("prefill_chunk", prefill_chunk)
         if self.max_seq_len > limit:
-            raise RequestError(f"max_seq_len={max_seq_len}: the model has {limit} positions")
+            raise RequestError(
+                f"max_seq_len={max_seq_len}: the model has {model.config.positions_in_words()}"
+            )
         self.length = 0  # tokens stored in the cache
         self._kv = ContiguousKV(model.config, model.dtype, model.device)
         self._extensions = 0  # of the sequence, by whomever: a stream sees if it was not alone
@@ -63,8 +70,9 @@ class Engine:
         """The tokens that follow the prompt, and when they came.
 
         max_new_tokens: None is as many as the context allows, and never are there more than that.
-        `sampling` takes what SamplingParams takes. An end-of-sequence token ends the answer and is
-        its last id. Raises RequestError before anything runs, NumericsError if logits are NaN.
+        `sampling` takes what SamplingParams takes, but for `n` (`answers` has it) and `stop`
+        (`stream_text` has it). An end-of-sequence token or a stop id ends the answer and is its
+        last id. Raises RequestError before anything runs, NumericsError if nothing can be sampled.
         An interrupt loses the tokens; `stream` keeps them.
         """
         stream = self.stream(ids, max_new_tokens, **sampling)
@@ -79,33 +87,66 @@ class Engine:
         is unfinished when the engine is given anything else raises RequestError from then on.
         """
         for name in sampling:
-            if name not in OPTIONS:
+            if name not in (*OPTIONS, "n", "stop"):  # those two are refused with a better word
                 raise RequestError(f"{name}: no such option; expected one of {', '.join(OPTIONS)}")
-        params = SamplingParams(max_tokens=max_new_tokens, **sampling).seeded()
-        prompt = self._checked(ids)
-        assert params.seed is not None
-        stats = Stats(len(prompt), params.seed)
-        return Stream(self._tokens(prompt, params, stats), stats)
+        return self.stream_with(ids, SamplingParams(max_tokens=max_new_tokens, **sampling))
 
-    def _tokens(
-        self, prompt: list[int], params: SamplingParams, stats: Stats
-    ) -> Generator[int, None, None]:
-        room = self.max_seq_len - len(prompt)
+    def stream_with(self, ids: Iterable[int], params: SamplingParams) -> Stream:
+        """Like `stream`, for parameters that are made already. RequestError: `n` or `stop`."""
+        if params.n != 1:
+            raise RequestError(f"n={params.n}: a stream is one answer; use Engine.answers for more")
+        prompt, params = self._checked(ids), self._checked_params(params)
+        return self._stream(prompt, params, 0, lambda: self.prefill(prompt))
+
+    def answers(self, ids: Iterable[int], params: SamplingParams) -> list[Answer]:
+        """The `params.n` answers to a prompt, which is run once; each is what it is without others.
+
+        They come one after another, and the stats of each begin with its turn. Raises RequestError
+        before anything runs, NumericsError if nothing can be sampled.
+        """
+        prompt, params = self._checked(ids), self._checked_params(params)
+        after_prompt: list[Tensor] = []
+
+        def start() -> Tensor:
+            if not after_prompt:
+                after_prompt.append(self.prefill(prompt))
+            self.length = len(prompt)  # to rewind is to be shorter; the rest is written anew
+            return after_prompt[0]
+
+        streams = (self._stream(prompt, params, sample, start) for sample in range(params.n))
+        return [Answer.of(stream) for stream in streams]
+
+    def _stream(
+        self, prompt: list[int], params: SamplingParams, sample: int, start: Callable[[], Tensor]
+    ) -> Stream:
+        assert params.seed is not None
+        room, config = self.max_seq_len - len(prompt), self.model.config
+        rows = SamplingRows.of(
+            [params],
+            self.model.device,
+            [sample],
+            [Prefix(prompt)],
+            config.eos_ids,
+            config.vocab_size,
+        )
         limit = room if params.max_tokens is None else min(room, params.max_tokens)
-        if limit == 0:
-            stats.finish_reason = "length"
+        stats = Stats(len(prompt), params.seed)
+        logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        run = _Run(params, rows, limit, start, stats, logprobs)
+        return Stream(self._tokens(run), stats, logprobs, prompt)
+
+    def _tokens(self, run: _Run) -> Generator[int, None, None]:
+        if run.limit == 0:
+            run.stats.finish_reason = "length"
             return
-        rows = SamplingRows.of([params], self.model.device)
-        stops = () if params.ignore_eos else self.model.config.eos_ids
-        logits = self.prefill(prompt)
+        logits = run.start()
         while True:
             extensions = self._extensions
-            token = self._pick(logits, rows)
-            stats.record()
-            if token in stops or stats.new_tokens == limit:
-                stats.finish_reason = "stop" if token in stops else "length"
+            token = self._pick(logits, run)
+            run.stats.record()
+            self._note_the_end(token, run)
             yield token
-            if stats.finish_reason is not None:
+            if run.stats.finish_reason is not None:
                 return
             if self._extensions != extensions:
                 raise RequestError(
@@ -114,15 +155,42 @@ class Engine:
                 )
             logits = self.step(token)
 
-    def _pick(self, logits: Tensor, rows: SamplingRows) -> int:
-        position = torch.tensor([self.length], device=logits.device)
-        token = int(sample(logits, rows, position))
+    def _pick(self, logits: Tensor, run: _Run) -> int:
+        """The next token: counted in the rows, its log-probabilities noted if asked for."""
+        tokens = sample(logits, run.rows, torch.tensor([self.length], device=logits.device))  # [1]
+        columns = tokens[:, None, None]
+        if run.params.logprobs is not None:
+            columns = logprob_table(logits, tokens, run.params.logprobs)
+        row = columns[0].tolist()  # the one copy from the device
+        token = int(row[0][0])
         if token < 0:
-            raise NumericsError(
-                f"the logits for position {self.length} are no distribution (NaN, +inf, or all "
-                "-inf); the weights or the dtype are at fault"
-            )
+            self._refuse_logits(logits)
+        if run.logprobs is not None:
+            run.logprobs.append(token_logprobs(row))
+        run.rows.append(tokens)
         return token
+
+    def _note_the_end(self, token: int, run: _Run) -> None:
+        """Set the reasons if this token is the last: an EOS, a stop id, or as many as may be."""
+        eos_ids, stats = self.model.config.eos_ids, run.stats
+        if token in run.params.end_ids(eos_ids):
+            stats.finish_reason = "stop"
+            is_eos = token in eos_ids and not run.params.ignore_eos
+            stats.stop_reason = None if is_eos else token
+        elif stats.new_tokens == run.limit:
+            stats.finish_reason = "length"
+
+    def _refuse_logits(self, logits: Tensor) -> NoReturn:
+        where = f"the logits for position {self.length}"
+        if logits.amax().isfinite():
+            raise NumericsError(
+                f"{where} leave nothing to sample: only tokens that would end the answer are "
+                "possible, and min_tokens forbids them; lower min_tokens"
+            )
+        raise NumericsError(
+            f"{where} are no distribution (NaN, +inf, or all -inf); the weights or the dtype are "
+            "at fault"
+        )
 
     def _extend(self, ids: list[int]) -> Tensor:
         """Run ids on top of what is stored, a chunk at a time; logits [1, V] of the last one."""
@@ -134,6 +202,19 @@ class Engine:
             hidden = self.model(tokens, self._kv.view(index))  # [T, E]
             self.length += len(chunk)
         return self.model.logits(hidden[-1:])
+
+    def _checked_params(self, params: SamplingParams) -> SamplingParams:
+        """The parameters with a seed; RequestError for what token ids alone cannot honour."""
+        if params.stop:
+            raise RequestError(
+                "stop: token ids have no text to look for it in; expected the text form, "
+                "spindle.decode.text.stream_text"
+            )
+        try:
+            check_ids(params.stop_token_ids or (), self.model.config.vocab_size)
+        except RequestError as error:
+            raise RequestError(f"stop_token_ids: {error}") from None
+        return params.seeded()
 
     def _checked(self, ids: Iterable[int]) -> list[int]:
         if isinstance(ids, str | bytes):
@@ -148,26 +229,16 @@ class Engine:
         return prompt
 
 
-class Stream(Iterator[int]):
-    """The token ids of one answer as they come; `stats` is complete when they end."""
+@dataclass(frozen=True)
+class _Run:
+    """One answer on its way: what was asked for, and the records that grow with it."""
 
-    def __init__(self, tokens: Generator[int, None, None], stats: Stats) -> None:
-        self._tokens, self.stats = tokens, stats
-
-    def __next__(self) -> int:
-        try:
-            return next(self._tokens)
-        except StopIteration:
-            raise
-        except BaseException as cause:  # an interrupt is no error
-            self.stats.finish_reason = "error" if isinstance(cause, Exception) else "abort"
-            raise
-
-    def close(self) -> None:
-        """End the answer here; its finish reason is then "abort"."""
-        if self.stats.finish_reason is None:
-            self.stats.finish_reason = "abort"
-        self._tokens.close()
+    params: SamplingParams
+    rows: SamplingRows  # of one row
+    limit: int  # tokens at most
+    start: Callable[[], Tensor]  # runs the prompt; the logits [1, V] that follow it
+    stats: Stats
+    logprobs: list[TokenLogprobs] | None
 
 
 def _length(name: str, value: object) -> int:

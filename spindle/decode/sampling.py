@@ -1,8 +1,15 @@
-"""From logits to a token: parameters, filters, and a uniform number that nobody owns.
+"""From logits to a token: masks, penalties, filters, and a uniform number that nobody owns.
 
-The order is fixed: temperature, then min-p, then top-k, then top-p, each on the distribution that
-the one before it left (vLLM's order). What survives is renormalised, and one uniform number picks
-from it by the inverse of its cumulative distribution, in the order of token ids.
+The order is fixed, and it is vLLM's:
+
+    logits         min_tokens: -inf for what would end the answer too early
+                   repetition penalty, then frequency penalty, then presence penalty
+    distribution   temperature, then min-p, then top-k, then top-p
+
+Each works on what the one before it left. Greedy sampling is the argmax of the logits at the end of
+their part. Else what survives of the distribution is renormalised, and one uniform number picks
+from it by the inverse of its cumulative distribution, in the order of token ids. Log-probabilities
+are reported from before all of this.
 
 The uniform number is a pure function of (seed, sample, position, purpose): no generator, no state.
 So a request gets the same token whoever shares its batch, and can be moved, replayed or captured.
@@ -10,80 +17,25 @@ So a request gets the same token whoever shares its batch, and can be moved, rep
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from numbers import Integral, Real
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from spindle.errors import RequestError
+from spindle.decode.params import SamplingParams
+from spindle.decode.penalties import MinTokens, Penalties, Prefix
 
 SAMPLE = 0  # the purpose of the draw that picks the next token
 
 
 @dataclass(frozen=True)
-class SamplingParams:
-    """How one request is sampled; names, meanings and defaults as in vLLM's class of that name.
-
-    max_tokens: tokens to generate at most; None: as many as the context allows; 0: none.
-    temperature: 0 is greedy; else logits are divided by it.
-    top_k: keep the k likeliest; 0 or -1: all. Ties go to the lower id: exactly k are kept.
-    top_p: keep the smallest set of likeliest tokens that holds this much probability; 1: all.
-    min_p: keep tokens at least this fraction as likely as the likeliest; 0: all.
-    seed: 0 .. 2**63 - 1; None: one is drawn when the request is made, and reported.
-    ignore_eos: go on after an end-of-sequence token.
-    Raises RequestError, naming the field, on construction.
-    """
-
-    max_tokens: int | None = 16
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        if self.max_tokens is not None:
-            self._whole("max_tokens", 0, "a whole number of 0 or more, or None")
-        self._real("temperature", 1e4, "a number from 0 to 10,000 (where all tokens are equal)")
-        self._whole("top_k", -1, "a whole number of 1 or more, or 0 or -1 for all")
-        self._real("top_p", 1.0, "a number above 0 and at most 1")
-        if self.top_p == 0:
-            self._refuse("top_p", "a number above 0 and at most 1 (temperature=0 is greedy)")
-        self._real("min_p", 1.0, "a number from 0 to 1")
-        if self.seed is not None:
-            self._whole("seed", 0, "a whole number from 0 to 2**63 - 1, or None")
-        if not isinstance(self.ignore_eos, bool):
-            self._refuse("ignore_eos", "True or False")
-
-    def seeded(self) -> SamplingParams:
-        """The same parameters with a seed: the one they have, or a fresh one."""
-        return self if self.seed is not None else replace(self, seed=secrets.randbits(63))
-
-    def _refuse(self, field: str, right: str) -> None:
-        raise RequestError(f"{field}={getattr(self, field)!r}: expected {right}")
-
-    def _whole(self, field: str, low: int, right: str) -> None:
-        value = getattr(self, field)
-        is_whole = isinstance(value, Integral) and not isinstance(value, bool)
-        if not (is_whole and low <= value < 2**63):
-            self._refuse(field, right)
-        object.__setattr__(self, field, int(value))  # numpy's integers become plain ones
-
-    def _real(self, field: str, high: float, right: str) -> None:
-        value = getattr(self, field)
-        is_real = isinstance(value, Real) and not isinstance(value, bool)
-        if not (is_real and 0 <= value <= high):
-            self._refuse(field, right)
-        object.__setattr__(self, field, float(value))
-
-
-@dataclass(frozen=True)
 class SamplingRows:
-    """The parameters of R rows as tensors on the device; no shape depends on a value."""
+    """The parameters of R rows as tensors on the device; no shape depends on a value.
+
+    What depends on the tokens before is there if any row of the step has such a parameter: a
+    decision made once for the step, like `filtered`. The other rows keep their bits.
+    """
 
     temperature: Tensor  # [R] float32, 0 for greedy
     top_k: Tensor  # [R] int64, its largest for all
@@ -93,16 +45,32 @@ class SamplingRows:
     sample: Tensor  # [R] int64, which of a request's n answers
     filtered: bool  # whether any row needs its logits sorted
     greedy: bool  # whether all rows are greedy
+    min_tokens: MinTokens | None = None
+    penalties: Penalties | None = None
 
     @staticmethod
     def of(
         params: Sequence[SamplingParams],
         device: torch.device | str = "cpu",
         samples: Sequence[int] | None = None,
+        prefixes: Sequence[Prefix] | None = None,
+        eos_ids: Sequence[int] = (),
+        vocab_size: int = 0,
     ) -> SamplingRows:
-        """Rows for parameters that have a seed; `samples` are 0 if not given."""
+        """Rows for parameters that have a seed; `samples` are 0 if not given.
+
+        What stands before each row's token, the model's EOS ids and the number of its logits are
+        needed where a row has penalties or min_tokens.
+        """
         columns = {f.name: [getattr(p, f.name) for p in params] for f in fields(SamplingParams)}
         top_k = [k if k > 0 else torch.iinfo(torch.int64).max for k in columns["top_k"]]
+        min_tokens = penalties = None
+        if any(p.min_tokens and p.end_ids(eos_ids) for p in params):
+            assert prefixes is not None and vocab_size, "min_tokens: what have the rows so far?"
+            min_tokens = MinTokens.of(params, prefixes, eos_ids, vocab_size, device)
+        if any(p.penalises for p in params):
+            assert prefixes is not None and vocab_size, "penalties: what have the rows so far?"
+            penalties = Penalties.of(params, prefixes, vocab_size, device)
         return SamplingRows(
             temperature=torch.tensor(columns["temperature"], dtype=torch.float32, device=device),
             top_k=torch.tensor(top_k, device=device),
@@ -112,20 +80,33 @@ class SamplingRows:
             sample=torch.tensor(samples or [0] * len(params), device=device),
             filtered=any(p.temperature > 0 and (p.top_k > 0 or p.top_p < 1) for p in params),
             greedy=all(p.temperature == 0 for p in params),
+            min_tokens=min_tokens,
+            penalties=penalties,
         )
+
+    def append(self, tokens: Tensor) -> None:
+        """Each row's output has gained its one of `tokens` [R]: changes what was counted."""
+        if self.min_tokens is not None:
+            self.min_tokens.append()
+        if self.penalties is not None:
+            self.penalties.append(tokens)
 
 
 def sample(logits: Tensor, rows: SamplingRows, position: Tensor) -> Tensor:
     """The next token id of each row: logits [R, V], position [R] of the token drawn -> [R] int64.
 
-    A row that is no distribution (NaN or +inf among its logits, or nothing but -inf) gives -1 and
-    leaves the other rows alone. Greedy rows take the first of equal maxima.
+    A row that is no distribution (NaN or +inf among its logits, or nothing but -inf, also after
+    min_tokens) gives -1 and leaves the other rows alone. Greedy rows take the first of equal
+    maxima.
     """
-    best = logits.argmax(dim=-1)  # [R]
-    peak = logits.gather(1, best[:, None]).squeeze(1)  # NaN if there is one: argmax finds it
+    adjusted = adjust(logits, rows)
+    best = adjusted.argmax(dim=-1)  # [R]
+    sound = adjusted.gather(1, best[:, None]).squeeze(1).isfinite()  # argmax finds a NaN
+    if adjusted is not logits:
+        sound &= logits.amax(dim=-1).isfinite()  # a mask may have covered it
     if not rows.greedy:  # a greedy row among others draws from all its weight on the argmax
-        best = inverse_cdf(probabilities(logits, rows), draw(rows, position))
-    return torch.where(peak.isfinite(), best, -1)
+        best = inverse_cdf(_filtered(adjusted, rows), draw(rows, position))
+    return torch.where(sound, best, -1)
 
 
 def probabilities(logits: Tensor, rows: SamplingRows) -> Tensor:
@@ -133,7 +114,26 @@ def probabilities(logits: Tensor, rows: SamplingRows) -> Tensor:
 
     A greedy row has all its weight on the argmax. A row that is no distribution gives NaN.
     """
-    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return _filtered(adjust(logits, rows), rows)
+
+
+def adjust(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """Logits [R, V] after min_tokens and penalties, in at least float32; themselves if none."""
+    if rows.min_tokens is None and rows.penalties is None:
+        return logits
+    logits = _at_least_float32(logits)
+    if rows.min_tokens is not None:
+        logits = rows.min_tokens.apply(logits)
+    return logits if rows.penalties is None else rows.penalties.apply(logits)
+
+
+def _at_least_float32(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _filtered(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """Adjusted logits [R, V] -> what temperature, min-p, top-k and top-p make of them [R, V]."""
+    logits = _at_least_float32(logits)
     greedy = rows.temperature == 0
     # Largest first becomes 0, so that no temperature, however small, can overflow.
     shifted = logits - logits.amax(dim=-1, keepdim=True)

@@ -21,6 +21,7 @@ class Stats:
         self.prompt_tokens, self.seed = prompt_tokens, seed
         self.new_tokens = 0
         self.finish_reason: str | None = None  # "stop" | "length" | "abort" | "error", at the end
+        self.stop_reason: int | str | None = None  # the stop id or string; None for an EOS
         self._clock = clock
         self._arrival = clock()
         self._events: list[tuple[float, int]] = []  # when, how many tokens at once
@@ -68,6 +69,7 @@ class Stats:
             "new_tokens": self.new_tokens,
             "seed": self.seed,
             "finish_reason": self.finish_reason,
+            "stop_reason": self.stop_reason,
             "ttft_ms": self.ttft_ms,
             "itl_p50_ms": percentile(self.itl_ms, 50),
             "itl_p99_ms": percentile(self.itl_ms, 99),

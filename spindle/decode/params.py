@@ -1,0 +1,158 @@
+"""SamplingParams: what one request asks for, checked when it is made."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from numbers import Integral, Real
+from typing import Any
+
+from spindle.errors import RequestError
+from spindle.tokenizer import check_ids
+
+MAX_N = 128  # answers to one prompt
+MAX_LOGPROBS = 20  # likeliest tokens reported beside each sampled one
+MAX_STOPS = 64  # stop strings: each is compared with every character
+MAX_STOP_IDS = 1024
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is sampled; names, meanings and defaults as in vLLM's class of that name.
+
+    max_tokens: tokens to generate at most; None: as many as the context allows; 0: none.
+    temperature: 0 is greedy; else logits are divided by it.
+    top_k: keep the k likeliest; 0 or -1: all. Ties go to the lower id: exactly k are kept.
+    top_p: keep the smallest set of likeliest tokens that holds this much probability; 1: all.
+    min_p: keep tokens at least this fraction as likely as the likeliest; 0: all.
+    seed: 0 .. 2**63 - 1; None: one is drawn when the request is made, and reported.
+    ignore_eos: go on after an end-of-sequence token.
+    min_tokens: tokens that come before any EOS, stop id or the end of a stop string can.
+    stop: a string or up to 64, none empty; the answer ends before the first one in its text.
+    stop_token_ids: up to 1,024 ids that end the answer, as its last id, besides the EOS ids.
+    presence_penalty: -2 .. 2, off the logit of each id that the output has.
+    frequency_penalty: -2 .. 2, off the logit of an id for each time that the output has it.
+    repetition_penalty: 0.0001 .. 10,000; divides the positive logits, and multiplies the others,
+        of the ids that prompt or output have (Keskar et al. 2019, section 4.1); 1: none.
+    logprobs: report so many likeliest tokens at each step, 0 .. 20, besides the sampled one; None:
+        no log-probabilities at all.
+    n: answers to the prompt, 1 .. 128; each draws its own numbers, so not more than 1 if greedy.
+    `stop` and `stop_token_ids` are kept as tuples, empty for None. Raises RequestError, naming
+    the field, on construction.
+    """
+
+    max_tokens: int | None = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int | None = None
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        self._check_length()
+        self._check_shape_of_the_distribution()
+        self._set("stop", self._stops())
+        self._set("stop_token_ids", self._stop_ids())
+        if self.logprobs is not None:
+            right = f"a whole number from 0 to {MAX_LOGPROBS}, or None"
+            self._whole("logprobs", 0, MAX_LOGPROBS, right)
+        self._whole("n", 1, MAX_N, f"a whole number from 1 to {MAX_N}")
+        if self.n > 1 and self.temperature == 0:
+            self._refuse("n", "1 at temperature=0: greedy answers are all the same")
+
+    def seeded(self) -> SamplingParams:
+        """The same parameters with a seed: the one they have, or a fresh one."""
+        return self if self.seed is not None else replace(self, seed=secrets.randbits(63))
+
+    @property
+    def penalises(self) -> bool:
+        """Whether logits depend on what the prompt and the output are."""
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+        return penalties != (0, 0, 1)
+
+    def end_ids(self, eos_ids: Sequence[int]) -> tuple[int, ...]:
+        """The ids that end an answer, where the model has these EOS ids."""
+        return (*(() if self.ignore_eos else eos_ids), *(self.stop_token_ids or ()))
+
+    def _check_length(self) -> None:
+        most, largest = self.max_tokens, 2**63 - 1
+        if most is not None:
+            self._whole("max_tokens", 0, largest, "a whole number of 0 or more, or None")
+        self._whole("min_tokens", 0, largest, "a whole number of 0 or more")
+        if most is not None and self.min_tokens > most:
+            self._refuse("min_tokens", f"at most max_tokens={most}")
+        if not isinstance(self.ignore_eos, bool):
+            self._refuse("ignore_eos", "True or False")
+
+    def _check_shape_of_the_distribution(self) -> None:
+        right = "a number from 0 to 10,000 (where all tokens are equal)"
+        self._real("temperature", 0, 1e4, right)
+        right = "a whole number of 1 or more, or 0 or -1 for all"
+        self._whole("top_k", -1, 2**63 - 1, right)
+        self._real("top_p", 0, 1, right := "a number above 0 and at most 1")
+        if self.top_p == 0:
+            self._refuse("top_p", f"{right} (temperature=0 is greedy)")
+        self._real("min_p", 0, 1, "a number from 0 to 1")
+        if self.seed is not None:
+            self._whole("seed", 0, 2**63 - 1, "a whole number from 0 to 2**63 - 1, or None")
+        self._real("presence_penalty", -2, 2, "a number from -2 to 2")
+        self._real("frequency_penalty", -2, 2, "a number from -2 to 2")
+        right = "a number from 0.0001 to 10,000 (1 is no penalty)"
+        self._real("repetition_penalty", 1e-4, 1e4, right)
+
+    def _stops(self) -> tuple[str, ...]:
+        right = "a string, a list of strings, or None"
+        stops = (
+            () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else self.stop
+        )
+        if not isinstance(stops, list | tuple):
+            self._refuse("stop", right)
+        if len(stops) > MAX_STOPS:
+            raise RequestError(f"stop: {len(stops)} strings; expected at most {MAX_STOPS}")
+        for position, stop in enumerate(stops):
+            if not isinstance(stop, str) or not stop:
+                raise RequestError(
+                    f"stop: {stop!r} at position {position}: expected a string that is not empty"
+                )
+        return tuple(stops)
+
+    def _stop_ids(self) -> tuple[int, ...]:
+        ids: Any = () if self.stop_token_ids is None else self.stop_token_ids
+        if not hasattr(ids, "__len__"):
+            self._refuse("stop_token_ids", "a list of token ids, or None")
+        if len(ids) > MAX_STOP_IDS:
+            raise RequestError(f"stop_token_ids: {len(ids)} ids; expected at most {MAX_STOP_IDS}")
+        try:
+            return tuple(check_ids(ids))
+        except RequestError as error:
+            raise RequestError(f"stop_token_ids: {error}") from None
+
+    def _refuse(self, field: str, right: str) -> None:
+        raise RequestError(f"{field}={getattr(self, field)!r}: expected {right}")
+
+    def _set(self, field: str, value: object) -> None:
+        object.__setattr__(self, field, value)
+
+    def _whole(self, field: str, low: int, high: int, right: str) -> None:
+        value = getattr(self, field)
+        is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+        if not (is_whole and low <= value <= high):
+            self._refuse(field, right)
+        self._set(field, int(value))  # numpy's integers become plain ones
+
+    def _real(self, field: str, low: float, high: float, right: str) -> None:
+        value = getattr(self, field)
+        is_real = isinstance(value, Real) and not isinstance(value, bool)
+        if not (is_real and low <= value <= high):
+            self._refuse(field, right)
+        self._set(field, float(value))

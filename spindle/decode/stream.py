@@ -1,0 +1,68 @@
+"""What an engine gives: a Stream of token ids while an answer comes, an Answer once it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+
+from spindle.decode.logprobs import TokenLogprobs
+from spindle.decode.stats import Stats
+
+
+class Stream(Iterator[int]):
+    """The token ids of one answer as they come; `stats` is complete when they end.
+
+    `logprobs` has one record for each id that has come, or is None if none were asked for;
+    `prompt_ids` is what it follows.
+    """
+
+    def __init__(
+        self,
+        tokens: Generator[int, None, None],
+        stats: Stats,
+        logprobs: list[TokenLogprobs] | None = None,
+        prompt_ids: Sequence[int] = (),
+    ) -> None:
+        self._tokens, self.stats, self.logprobs = tokens, stats, logprobs
+        self.prompt_ids = prompt_ids
+
+    def __next__(self) -> int:
+        try:
+            return next(self._tokens)
+        except StopIteration:
+            raise
+        except BaseException as cause:  # an interrupt is no error
+            self.stats.finish_reason = "error" if isinstance(cause, Exception) else "abort"
+            raise
+
+    def close(self) -> None:
+        """End the answer here; its finish reason is then "abort"."""
+        if self.stats.finish_reason is None:
+            self.stats.finish_reason = "abort"
+        self._tokens.close()
+
+    def stop(self, reason: str) -> None:
+        """End the answer here, for its text has this stop string; the finish reason is "stop"."""
+        self.stats.finish_reason, self.stats.stop_reason = "stop", reason
+        self._tokens.close()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer as a whole.
+
+    `finish_reason` is "stop" or "length"; `stop_reason` the stop id, None for an EOS; `logprobs`
+    one record a token, or None if none were asked for.
+    """
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    stats: Stats
+
+    @staticmethod
+    def of(stream: Stream) -> Answer:
+        """Run a stream to its end."""
+        ids, stats = list(stream), stream.stats
+        return Answer(ids, stream.logprobs, stats.finish_reason, stats.stop_reason, stats)
