@@ -1,4 +1,4 @@
-"""The `spindle` command: generate, fetch, doctor, bench.
+"""The `spindle` command: generate, chat, fetch, doctor, bench.
 
 Text goes to stdout and everything else to stderr, so that a pipe gets the text alone. The exit
 status is 0 when it is done, 1 for a fault of ours, 2 for a fault in what we were given (one line
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import os
 import signal
 import sys
@@ -24,8 +25,12 @@ from spindle.bench import BENCHES
 from spindle.errors import RequestError, SpindleError
 
 if TYPE_CHECKING:
-    from spindle.decode.engine import Stream
-    from spindle.tokenizer import StreamDecoder
+    from spindle.decode.logprobs import Logprob
+    from spindle.decode.params import SamplingParams
+    from spindle.decode.stats import Stats
+    from spindle.decode.stream import Answer
+    from spindle.decode.text import TextStream
+    from spindle.tokenizer import Tokenizer
 
 OUR_FAULT, USER_FAULT, INTERRUPTED, NO_READER = 1, 2, 130, 141  # shells count 128 + the signal
 
@@ -33,15 +38,28 @@ EXAMPLES = """examples:
   spindle generate -m tiny -p "A list is"
   spindle fetch smollm2
   spindle generate -m smollm2 -p "The capital of France is" -n 16 --temperature 0
+  spindle chat -m smollm2
   spindle doctor
 """
 GENERATE_EXAMPLES = """examples:
   spindle generate -p "A list is" --temperature 0.7 --top-p 0.9 --seed 1
   printf 'Once upon a time' | spindle generate -m smollm2 -p - -n 100 > story.txt
   spindle generate -m path/to/checkpoint -p "Hello" --json | python -m json.tool
+  spindle generate -p "def area(" --stop $'\n\n' --stop "def "
 
+A stop string is taken as it is: a backslash is a backslash, and $'\n' is the shell's newline.
 MODEL is a bundled name (tiny, tiny-draft), a fetched one (smollm2), a directory with config.json,
 *.safetensors and tokenizer.json, or the id of a model on the hub.
+"""
+CHAT_EXAMPLES = """examples:
+  spindle chat -m smollm2
+  spindle chat -m smollm2 --system "Answer in one sentence." --temperature 0.2 --top-p 0.9
+  printf 'What is a list?\nAnd a tuple?\n' | spindle chat -m smollm2 -q > answers.txt
+
+At a terminal: /reset forgets the conversation, /help says more, /quit or Ctrl-D leaves. Ctrl-C
+stops an answer, and what was said of it stays in the conversation; at the prompt, Ctrl-C twice
+leaves with status 130. From a pipe each line is a turn, and stdout gets the answers alone. The
+model needs a chat template, as models tuned for chat have one.
 """
 
 
@@ -129,34 +147,65 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     debug = argparse.ArgumentParser(add_help=False)
     debug.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    _add_generate(commands, debug)
+    options = _sampling_options()
+    _add_generate(commands, debug, options)
+    _add_chat(commands, debug, options)
     _add_fetch(commands, debug)
     _add_doctor(commands, debug)
     _add_bench(commands, debug, argv)
     return parser
 
 
-def _add_generate(commands: Any, debug: argparse.ArgumentParser) -> None:
-    about = "continue a prompt, token by token"
-    parser = commands.add_parser(
-        "generate", parents=[debug], help=about, description=about, epilog=GENERATE_EXAMPLES
-    )
+def _sampling_options() -> argparse.ArgumentParser:
+    """What `generate` and `chat` share: what picks a token, what ends an answer, where it runs."""
+    parser = argparse.ArgumentParser(add_help=False)
     add, given = parser.add_argument, argparse.SUPPRESS  # defaults are SamplingParams'
-    add("-m", "--model", default="tiny", help="what to run (default: tiny)")
-    add("-p", "--prompt", required=True, help='the text to continue; "-": stdin, to its last byte')
-    add("-n", "--max-new-tokens", type=int, default=64, metavar="N", help="tokens (default: 64)")
     add("--temperature", type=float, default=given, help="0: greedy (default: 1)")
     add("--top-k", type=int, default=given, help="keep the k likeliest tokens (default: all)")
     add("--top-p", type=float, default=given, help="keep the likeliest that hold this much")
     add("--min-p", type=float, default=given, help="keep tokens this likely, beside the likeliest")
+    penalty: dict[str, Any] = {"type": float, "default": given, "metavar": "X"}
+    add("--presence-penalty", **penalty, help="off the logits of tokens that were said")
+    add("--frequency-penalty", **penalty, help="off their logits for each time they were said")
+    add("--repetition-penalty", **penalty, help="divides logits of tokens said or asked (1: none)")
     add("--seed", type=int, default=given, help="same seed, same text (default: drawn, see --json)")
+    add("--stop", action="append", default=given, metavar="TEXT", help="end before it; repeatable")
+    stop_id: dict[str, Any] = {"type": int, "action": "append", "dest": "stop_token_ids"}
+    add("--stop-token-id", **stop_id, default=given, metavar="ID", help="end at it; repeatable")
+    add("--min-tokens", type=int, default=given, metavar="N", help="nothing ends it before these")
     add("--ignore-eos", action="store_true", default=given, help="go on after an end token")
     add("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     add("--dtype", default="auto", help="auto, float32, bfloat16, float16 or float64")
     add("--max-seq-len", type=int, metavar="N", help="prompt and answer together, in tokens")
-    add("--json", action="store_true", help="one object: text, token ids, finish reason, stats")
     add("-q", "--quiet", "--no-stats", action="store_true", help="no line of stats on stderr")
+    return parser
+
+
+def _add_generate(commands: Any, *shared: argparse.ArgumentParser) -> None:
+    about = "continue a prompt, token by token"
+    parser = commands.add_parser(
+        "generate", parents=shared, help=about, description=about, epilog=GENERATE_EXAMPLES
+    )
+    add, given = parser.add_argument, argparse.SUPPRESS
+    add("-m", "--model", default="tiny", help="what to run (default: tiny)")
+    add("-p", "--prompt", required=True, help='the text to continue; "-": stdin, to its last byte')
+    add("-n", "--max-new-tokens", type=int, default=64, metavar="N", help="tokens (default: 64)")
+    add("--samples", type=int, default=1, metavar="N", help="so many answers, none with --stop")
+    add("--json", action="store_true", help="one object: text, token ids, finish reason, stats")
+    add("--logprobs", type=int, default=given, metavar="K", help="with --json: the K likeliest too")
     parser.set_defaults(run=generate)
+
+
+def _add_chat(commands: Any, *shared: argparse.ArgumentParser) -> None:
+    about = "talk with a model at a terminal, or line by line through a pipe"
+    parser = commands.add_parser(
+        "chat", parents=shared, help=about, description=about, epilog=CHAT_EXAMPLES
+    )
+    add = parser.add_argument
+    add("-m", "--model", default="smollm2", help="what to run (default: smollm2)")
+    add("-n", "--max-new-tokens", type=int, default=512, metavar="N", help="an answer's (512)")
+    add("--system", metavar="TEXT", help="what the model is told first, after each /reset too")
+    parser.set_defaults(run=chat)
 
 
 def _add_fetch(commands: Any, debug: argparse.ArgumentParser) -> None:
@@ -190,59 +239,106 @@ def _add_bench(commands: Any, debug: argparse.ArgumentParser, argv: Sequence[str
 
 # The commands: each takes the parsed options and returns the exit status.
 
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")
+SAMPLING = (
+    *("temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos", "min_tokens", "logprobs"),
+    *("stop", "stop_token_ids", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """The parameters that the options ask for. RequestError: names the one that cannot be."""
+    from spindle import SamplingParams
+
+    given = {name: getattr(args, name) for name in SAMPLING if hasattr(args, name)}
+    return SamplingParams(max_tokens=args.max_new_tokens, n=getattr(args, "samples", 1), **given)
 
 
 def generate(args: argparse.Namespace) -> int:
     """Stream the continuation of a prompt to stdout, or print one JSON object."""
-    sampling = {name: getattr(args, name) for name in SAMPLING if hasattr(args, name)}
     prompt = read_prompt(args.prompt)
+    if hasattr(args, "logprobs") and not args.json:
+        raise RequestError("--logprobs: they are part of the JSON object; expected --json with it")
+    params = sampling_params(args)  # refused before anything is loaded
+    if params.n > 1 and params.stop:
+        raise RequestError("--samples with --stop: expected one of them; run it once for each seed")
 
-    from spindle import Engine, SamplingParams, StreamDecoder, Tokenizer, load_hf
+    from spindle import Engine, Tokenizer, load_hf
+    from spindle.decode.text import stream_text
     from spindle.hub import resolve
 
-    SamplingParams(max_tokens=args.max_new_tokens, **sampling)  # refused before anything is loaded
     directory = resolve(args.model)
     tokenizer = Tokenizer(directory)
     ids = tokenizer.encode(prompt)
     engine = Engine(load_hf(directory, args.device, args.dtype), args.max_seq_len)
-    stream = engine.stream(ids, args.max_new_tokens, **sampling)
-    decoder = StreamDecoder(tokenizer, prompt_ids=ids)
-    new_ids, text = _run_stream(stream, decoder, show=not args.json)
-    stats = stream.stats
+    if params.n > 1:
+        _print_several(prompt, ids, engine.answers(ids, params), tokenizer, args)
+        return 0
+    stream = stream_text(engine, tokenizer, ids, params)
+    show_stream(stream, show=not args.json)
     if args.json:
-        answer: dict[str, Any] = {"prompt": prompt, "text": text, "token_ids": new_ids}
-        answer |= {"finish_reason": stats.finish_reason, "stats": stats.as_dict()}
-        say(json.dumps(answer) + "\n")
+        answer = _as_object(stream.text, stream, tokenizer)
+        say(json.dumps({"prompt": prompt} | answer) + "\n")
     else:
-        _end_of_text(text, None if args.quiet else stats.summary())
-    return INTERRUPTED if stats.finish_reason == "abort" else 0
+        _end_of_text(stream.text, None if args.quiet else stream.stats.summary())
+    return INTERRUPTED if stream.finish_reason == "abort" else 0
 
 
-def _run_stream(stream: Stream, decoder: StreamDecoder, show: bool) -> tuple[list[int], str]:
-    """The ids and the text of the answer, shown as it comes; Ctrl-C ends it after its token."""
-    ids: list[int] = []
-    pieces: list[str] = []
+def _print_several(
+    prompt: str,
+    ids: list[int],
+    answers: Sequence[Answer],
+    tokenizer: Tokenizer,
+    args: argparse.Namespace,
+) -> None:
+    """Answers to one prompt, all of them there: a line of --- between two, or one JSON object."""
+    from spindle import StreamDecoder
 
-    def take(piece: str) -> None:
-        pieces.append(piece)
-        if show and piece:
-            say(piece)
+    outputs = []
+    for answer in answers:
+        decoder = StreamDecoder(tokenizer, prompt_ids=ids)
+        text = "".join(map(decoder.push, answer.token_ids)) + decoder.flush()
+        outputs.append(_as_object(text, answer, tokenizer))
+    if args.json:
+        say(json.dumps({"prompt": prompt, "outputs": outputs}) + "\n")
+        return
+    say("\n---\n".join(output["text"] for output in outputs) + "\n")
+    if not args.quiet:
+        print("\n".join(answer.stats.summary() for answer in answers), file=sys.stderr)
 
-    with _interrupts(stream) as interrupted:
-        for token in stream:
-            ids.append(token)
-            take(decoder.push(token))
+
+def _as_object(text: str, answer: TextStream | Answer, tokenizer: Tokenizer) -> dict[str, Any]:
+    """One answer for JSON; a log-probability of minus infinity is null, which JSON can say."""
+    result: dict[str, Any] = {"text": text, "token_ids": answer.token_ids}
+    if answer.logprobs is not None:
+        result["logprobs"] = [
+            _logprob(one.sampled, tokenizer) | {"top": [_logprob(t, tokenizer) for t in one.top]}
+            for one in answer.logprobs
+        ]
+    result |= {"finish_reason": answer.finish_reason, "stop_reason": answer.stop_reason}
+    return result | {"stats": answer.stats.as_dict()}
+
+
+def _logprob(one: Logprob, tokenizer: Tokenizer) -> dict[str, Any]:
+    text = tokenizer.token_bytes(one.token_id).decode("utf-8", errors="replace")
+    logprob = one.logprob if math.isfinite(one.logprob) else None
+    return {"id": one.token_id, "text": text, "logprob": logprob, "rank": one.rank}
+
+
+def show_stream(stream: TextStream, show: bool = True) -> None:
+    """Run an answer to its end, and show it as it comes; Ctrl-C ends it after its token."""
+    with _interrupts(stream.stats) as interrupted:
+        for delta in stream:
+            if show and delta:
+                say(delta)
             if interrupted.is_set():
                 break
-    if interrupted.is_set() and stream.stats.finish_reason is None:
-        stream.close()
-    take(decoder.flush())
-    return ids, "".join(pieces)
+    rest = stream.close()  # of an answer that has ended: nothing
+    if show and rest:
+        say(rest)
 
 
 @contextmanager
-def _interrupts(stream: Stream) -> Iterator[threading.Event]:
+def _interrupts(stats: Stats) -> Iterator[threading.Event]:
     """Ctrl-C sets the event, so that ids, text and stats agree; before a token, it ends the block.
 
     A second Ctrl-C raises KeyboardInterrupt wherever it finds us.
@@ -252,7 +348,7 @@ def _interrupts(stream: Stream) -> Iterator[threading.Event]:
     def note(signum: int, frame: object) -> None:
         again = interrupted.is_set()
         interrupted.set()
-        if again or stream.stats.new_tokens == 0:
+        if again or stats.new_tokens == 0:
             raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, note)
@@ -289,6 +385,13 @@ def read_prompt(prompt: str) -> str:
         raise RequestError(
             f"stdin: byte {byte:#04x} at offset {cause.start} is not UTF-8; expected text in UTF-8"
         ) from None
+
+
+def chat(args: argparse.Namespace) -> int:
+    """Talk until the end of the input."""
+    from spindle.chat import converse
+
+    return converse(args)
 
 
 def fetch(args: argparse.Namespace) -> int:

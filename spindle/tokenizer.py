@@ -16,13 +16,14 @@ Encoding, and the file format, are the `tokenizers` library's.
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+from spindle.chat_template import DEFAULT, ChatTemplates, read_json
 from spindle.errors import RequestError, TokenizerError
 
 ID_LIMIT = 2**32  # the library counts ids in 32 bits
@@ -33,8 +34,9 @@ class Tokenizer:
 
     `path_or_name` is a directory, or a name as `spindle.hub.resolve` takes it. `bos_id` is an id or
     None; `eos_ids` is a tuple, possibly empty. Each comes from the first of generation_config.json,
-    config.json and tokenizer_config.json that states it. TokenizerError: a file is missing or
-    damaged, or the tokenizer's decoder is of a kind that we do not know.
+    config.json and tokenizer_config.json that states it. `chat_template` is the checkpoint's own,
+    in Jinja, or None. TokenizerError: a file is missing or damaged, or the tokenizer's decoder is
+    of a kind that we do not know.
     """
 
     def __init__(self, path_or_name: str | Path) -> None:
@@ -47,6 +49,8 @@ class Tokenizer:
         self.vocab_size = max(self._library.get_vocab().values(), default=-1) + 1
         self.bos_id = next(iter(_declared_ids(self._library, folder, "bos_token")), None)
         self.eos_ids = _declared_ids(self._library, folder, "eos_token")
+        self._chat = ChatTemplates.read(folder)
+        self.chat_template = self._chat.sources.get(DEFAULT)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text. RequestError: not a str, or a text that has no ids here.
@@ -75,6 +79,45 @@ class Tokenizer:
         visible = [token for token in tokens if token is not None]
         pieces = [self._spell(token, n == 0) for n, token in enumerate(visible)]
         return b"".join(pieces).decode("utf-8", errors="replace")
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The text of a conversation, as the checkpoint's chat template writes it.
+
+        messages: objects with `role` and `content`; content is text, or what the template takes.
+        add_generation_prompt: end with the mark that the assistant speaks next.
+        template: the name of one, where a checkpoint has several; "tool_use" if there are tools.
+        tools: JSON schemas; documents: objects. `variables`: what else the template asks for, such
+        as enable_thinking=False. TokenizerError: there is no template, or it is no Jinja, or asks
+        for what the sandbox denies. RequestError: the messages are none, or the template refuses
+        them. Equal to transformers' apply_chat_template(tokenize=False).
+        """
+        return self._chat.render(
+            messages, add_generation_prompt, template, tools, documents, variables
+        )
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        **options: Any,
+    ) -> list[int]:
+        """The ids of a conversation; `options` and errors are those of `render_chat`.
+
+        The template alone writes the special tokens, a BOS among them: nothing is added, so there
+        is one BOS where it writes one, and none where it writes none, whatever `encode` would add.
+        Text of a message that spells a special token becomes that token. As in transformers.
+        """
+        text = self.render_chat(messages, add_generation_prompt, **options)
+        return self.encode(text, add_special_tokens=False)
 
     def id_to_token(self, token_id: int) -> str | None:
         """The token as the vocabulary writes it, such as "Ġworld"; None where no token has it."""
@@ -243,14 +286,14 @@ def _load(path: Path) -> tokenizers.Tokenizer:
 def _declared_ids(library: tokenizers.Tokenizer, folder: Path, name: str) -> tuple[int, ...]:
     """The ids of "bos_token" or "eos_token", from the first file that states any."""
     for path in (folder / "generation_config.json", folder / "config.json"):
-        stated = _read_json(path).get(f"{name}_id")
+        stated = read_json(path).get(f"{name}_id")
         if stated is not None:
             try:
                 return tuple(check_ids(stated if isinstance(stated, list) else [stated]))
             except RequestError as error:
                 raise TokenizerError(f"{path}: {name}_id: {error}") from error
     path = folder / "tokenizer_config.json"
-    stated = _read_json(path).get(name)
+    stated = read_json(path).get(name)
     token = stated.get("content") if isinstance(stated, dict) else stated
     if token is None:
         return ()
@@ -258,16 +301,3 @@ def _declared_ids(library: tokenizers.Tokenizer, folder: Path, name: str) -> tup
     if token_id is None:
         raise TokenizerError(f"{path}: {name}: expected a token of the vocabulary, got {token!r}")
     return (token_id,)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty where there is no file."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path}: expected a JSON object in UTF-8: {error}") from error
-    if not isinstance(content, dict):
-        raise TokenizerError(f"{path}: expected a JSON object, got {type(content).__name__}")
-    return content

@@ -26,7 +26,11 @@ from tokenizers import decoders, models, pre_tokenizers
 from spindle import Engine, StreamDecoder, Tokenizer, cli, doctor, load_hf
 from spindle.bench import peers
 from spindle.config import ModelConfig
-from spindle.decode.engine import Stream
+from spindle.decode.logprobs import Logprob
+from spindle.decode.params import SamplingParams
+from spindle.decode.stops import StopScanner
+from spindle.decode.stream import Stream
+from spindle.decode.text import TextStream, stream_text
 from spindle.errors import SpindleError
 from spindle.model.weights import RandomSource, wishes
 
@@ -129,7 +133,8 @@ def test_json_is_one_object(checkpoint: Path, capsys: pytest.CaptureFixture[str]
         seed=5,
         ignore_eos=True,
     )
-    assert set(answer) == {"prompt", "text", "token_ids", "finish_reason", "stats"}
+    keys = {"prompt", "text", "token_ids", "finish_reason", "stop_reason", "stats"}
+    assert set(answer) == keys and answer["stop_reason"] is None
     assert (answer["prompt"], answer["token_ids"], answer["text"]) == ("é", ids, text)
     assert answer["finish_reason"] == "length"
     assert (answer["stats"]["seed"], answer["stats"]["new_tokens"]) == (5, 9)
@@ -148,6 +153,15 @@ def test_a_drawn_seed_is_reported_and_repeats_the_text(
     again = answer("--seed", str(first["stats"]["seed"]))
     assert again["token_ids"] == first["token_ids"]
     assert answer()["stats"]["seed"] != first["stats"]["seed"]
+
+
+def test_tokens_are_counted_as_they_came(capsys: pytest.CaptureFixture[str]) -> None:
+    """B90: not as the text of the answer counts when it is encoded again."""
+    args = ["-p", "A list", "-n", "40", "--temperature", "2", "--seed", "1", "--ignore-eos"]
+    assert cli.main(["generate", "-m", "tiny", *args, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    again = Tokenizer("tiny").encode(answer["text"])
+    assert answer["stats"]["new_tokens"] == len(answer["token_ids"]) == 40 != len(again)
 
 
 def test_an_end_token_stops_the_answer(
@@ -206,6 +220,143 @@ def test_the_first_word_keeps_its_space(tmp_path: Path, capsys: pytest.CaptureFi
     library.save(str(tmp_path / "tokenizer.json"))
     assert cli.main(["generate", "-m", str(tmp_path), "-p", "c", "-n", "3", "-q"]) == 0
     assert re.fullmatch("( [a-z]){3}", capsys.readouterr().out)
+
+
+# What ends an answer, what is penalised, what is reported.
+
+
+def as_json(checkpoint: Path, capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
+    assert cli.main(["generate", "-m", str(checkpoint), "--json", *args]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return json.loads(out)
+
+
+def test_each_option_reaches_the_sampling_params(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All at once, and each alone makes another answer than none of them."""
+    options = {
+        "--presence-penalty": ("presence_penalty", 1.5),
+        "--frequency-penalty": ("frequency_penalty", 0.5),
+        "--repetition-penalty": ("repetition_penalty", 1.3),
+        "--min-tokens": ("min_tokens", 9),
+    }
+    base = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}
+    engine, tokenizer = Engine(load_hf(checkpoint)), Tokenizer(checkpoint)
+
+    def with_params(**more: Any) -> list[int]:
+        stream = stream_text(engine, tokenizer, "the cat", SamplingParams(**base, **more))
+        list(stream)
+        return stream.token_ids
+
+    common = ["-p", "the cat", "-n", "60", "--temperature", "0", "--ignore-eos"]
+    given = [text for name, (_, value) in options.items() for text in (name, str(value))]
+    answer = as_json(checkpoint, capsys, *common, *given)
+    assert answer["token_ids"] == with_params(**dict(options.values()))
+    plain = with_params()
+    for name, (field, value) in options.items():
+        ids = as_json(checkpoint, capsys, *common, name, str(value))["token_ids"]
+        assert ids == with_params(**{field: value})
+        assert (ids != plain) == (field != "min_tokens")
+
+
+def test_a_stop_string_ends_the_answer_before_itself(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Repeatable, literal, and across tokens; stdout has not one character of it."""
+    ids, text = expected(checkpoint, "the cat", 60, temperature=0, ignore_eos=True)
+    stop = text[20:23]
+    assert len(stop) == 3
+    before = text[: text.index(stop)]
+    args = ["-p", "the cat", "-n", "60", "--temperature", "0", "--ignore-eos"]
+    stops = ["--stop", "never\\n", "--stop", stop]
+    answer = as_json(checkpoint, capsys, *args, *stops)
+    assert (answer["text"], answer["finish_reason"]) == (before, "stop")
+    assert answer["stop_reason"] == answer["stats"]["stop_reason"] == stop
+    assert answer["token_ids"] == ids[: len(answer["token_ids"])] != ids
+    assert cli.main(["generate", "-m", str(checkpoint), *args, *stops, "-q"]) == 0
+    assert capsys.readouterr().out == before
+
+
+def test_a_stop_id_ends_the_answer_as_its_last_id(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids, _ = expected(checkpoint, "the cat", 12, temperature=0, ignore_eos=True)
+    end = next(n for n in range(1, 12) if ids[n] not in ids[:n])
+    unseen = next(n for n in range(256) if n not in ids)
+    stops = ["--stop-token-id", str(unseen), "--stop-token-id", str(ids[end])]
+    answer = as_json(checkpoint, capsys, *GREEDY, *stops)
+    assert (answer["token_ids"], answer["finish_reason"]) == (ids[: end + 1], "stop")
+    assert answer["stop_reason"] == ids[end]
+    answer = as_json(checkpoint, capsys, *GREEDY, *stops, "--min-tokens", "12")
+    assert answer["token_ids"][: end + 1] != ids[: end + 1] and len(answer["token_ids"]) == 12
+
+
+def test_logprobs_name_each_token_and_the_likeliest(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """B89: also for a row of the model that no token has; its text is empty."""
+    answer = as_json(checkpoint, capsys, *GREEDY, "--logprobs", "3")
+    assert [one["id"] for one in answer["logprobs"]] == answer["token_ids"]
+    engine, tokenizer = Engine(load_hf(checkpoint)), Tokenizer(checkpoint)
+    logits = engine.prefill(tokenizer.encode("the cat"))
+    for one in answer["logprobs"]:
+        values, ids = logits[0].log_softmax(-1).topk(3)
+        assert (one["id"], one["rank"]) == (int(ids[0]), 1)
+        assert [top["id"] for top in one["top"]] == ids.tolist()
+        assert [top["rank"] for top in one["top"]] == [1, 2, 3]
+        assert [top["logprob"] for top in one["top"]] == pytest.approx(values.tolist())
+        assert one["logprob"] == one["top"][0]["logprob"]
+        shown = tokenizer.token_bytes(one["id"]).decode("utf-8", errors="replace")
+        assert one["text"] == one["top"][0]["text"] == shown
+        logits = engine.step(one["id"])
+    assert "logprobs" not in as_json(checkpoint, capsys, *GREEDY)
+
+
+def test_logprobs_of_ids_beyond_the_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """B81, B89: the model pads its vocabulary to 400 rows; most of the likeliest are no token."""
+    write_checkpoint(tmp_path, vocab_size=400)
+    answer = as_json(tmp_path, capsys, *GREEDY, "--logprobs", "20")
+    shown = {one["id"]: one["text"] for step in answer["logprobs"] for one in step["top"]}
+    assert max(shown) > 256
+    assert all(text == "" for token, text in shown.items() if token > 256)
+    assert all(text != "" for token, text in shown.items() if token <= 256)
+
+
+def test_a_logprob_of_minus_infinity_is_null(checkpoint: Path) -> None:
+    """What Python's json writes for it, -Infinity, is no JSON."""
+    impossible = cli._logprob(Logprob(97, float("-inf"), 257), Tokenizer(checkpoint))
+    assert (impossible["logprob"], impossible["rank"]) == (None, 257)
+
+
+def test_logprobs_are_for_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "-m", "no/such-model", "-p", "a", "--logprobs", "3"]) == 2
+    message = one_error(capsys)
+    assert message.startswith("--logprobs: ") and "--json" in message
+
+
+def test_several_answers_to_one_prompt(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each differs from the first, which is what one answer alone would be."""
+    args = ["-p", "é", "-n", "9", "--seed", "5", "--ignore-eos"]
+    alone = as_json(checkpoint, capsys, *args)
+    several = as_json(checkpoint, capsys, *args, "--samples", "3", "--logprobs", "0")
+    assert set(several) == {"prompt", "outputs"} and several["prompt"] == "é"
+    ids = [output["token_ids"] for output in several["outputs"]]
+    assert ids[0] == alone["token_ids"] and several["outputs"][0]["text"] == alone["text"]
+    assert len({tuple(one) for one in ids}) == 3
+    assert [len(output["logprobs"]) for output in several["outputs"]] == [9, 9, 9]
+    command = ["generate", "-m", str(checkpoint), *args, "--samples", "3"]
+    assert cli.main(command) == 0
+    out, err = capsys.readouterr()
+    assert out == "\n---\n".join(output["text"] for output in several["outputs"]) + "\n"
+    assert err.count("9 tokens after a prompt of 2") == err.count("\n") == 3
+    assert cli.main([*command, "-q"]) == 0
+    assert capsys.readouterr() == (out, "")
 
 
 # Processes, pipes and signals.
@@ -289,6 +440,10 @@ def test_ctrl_c_in_json_says_abort(checkpoint: Path) -> None:
     assert run.stderr == b""
 
 
+def as_text(stream: Stream, tokenizer: Tokenizer) -> TextStream:
+    return TextStream(stream, StreamDecoder(tokenizer), StopScanner(()))
+
+
 def test_ctrl_c_before_the_first_token_ends_the_prefill(checkpoint: Path) -> None:
     engine, tokenizer = Engine(load_hf(checkpoint)), Tokenizer(checkpoint)
     stream = engine.stream([1, 2, 3], 5, temperature=0)
@@ -298,11 +453,12 @@ def test_ctrl_c_before_the_first_token_ends_the_prefill(checkpoint: Path) -> Non
         time.sleep(10)
         yield 0
 
-    stream = Stream(prefill(), stream.stats)
+    stream = as_text(Stream(prefill(), stream.stats), tokenizer)
     before, start = signal.getsignal(signal.SIGINT), time.monotonic()
-    assert cli._run_stream(stream, StreamDecoder(tokenizer), show=False) == ([], "")
+    cli.show_stream(stream)
+    assert (stream.token_ids, stream.text) == ([], "")
     assert time.monotonic() - start < 5
-    assert stream.stats.finish_reason == "abort"
+    assert stream.finish_reason == "abort"
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -319,10 +475,32 @@ def test_a_second_ctrl_c_does_not_wait_for_the_token(checkpoint: Path) -> None:
         time.sleep(10)
         yield 2
 
-    stream, start = Stream(tokens(), stats), time.monotonic()
-    ids, _ = cli._run_stream(stream, StreamDecoder(Tokenizer(checkpoint)), show=False)
+    stream, start = as_text(Stream(tokens(), stats), Tokenizer(checkpoint)), time.monotonic()
+    cli.show_stream(stream)
     assert time.monotonic() - start < 5
-    assert ids == [1]
+    assert (stream.token_ids, stream.finish_reason) == ([1], "abort")
+
+
+def test_ctrl_c_shows_what_a_stop_string_held_back(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An "a" that may begin the stop "ab" is text after all when the answer ends there."""
+    tokenizer = Tokenizer(checkpoint)
+    stats = Engine(load_hf(checkpoint)).stream([1], 5).stats
+
+    def tokens() -> Any:
+        for token in tokenizer.encode("xa"):
+            stats.record()
+            yield token
+        os.kill(os.getpid(), signal.SIGINT)
+        stats.record()
+        yield tokenizer.encode("a")[0]
+        raise AssertionError("the answer went on after Ctrl-C")
+
+    stream = TextStream(Stream(tokens(), stats), StreamDecoder(tokenizer), StopScanner(("ab",)))
+    cli.show_stream(stream)
+    assert capsys.readouterr().out == stream.text == "xaa"
+    assert stream.finish_reason == "abort"
 
 
 def test_ctrl_c_elsewhere_has_no_traceback(
@@ -361,6 +539,18 @@ BAD_SAMPLING = [
     ("--seed", str(2**63), f"seed={2**63}"),
     ("--seed", str(2**64), f"seed={2**64}"),
     ("-n", "-1", "max_tokens=-1"),
+    ("--presence-penalty", "2.5", "presence_penalty=2.5"),
+    ("--frequency-penalty", "-3", "frequency_penalty=-3.0"),
+    ("--repetition-penalty", "0", "repetition_penalty=0.0"),
+    ("--min-tokens", "65", "min_tokens=65"),
+    ("--samples", "0", "n=0"),
+]
+OTHER_WORDS = [
+    (["--stop", ""], "stop: '' at position 0: expected a string that is not empty"),
+    (["--stop-token-id", "-1"], "stop_token_ids: token id -1 at position 0"),
+    (["--logprobs", "21", "--json"], "logprobs=21: expected a whole number from 0 to 20"),
+    (["--samples", "2", "--temperature", "0"], "n=2: expected 1 at temperature=0"),
+    (["--samples", "2", "--stop", "x"], "--samples with --stop: expected one of them"),
 ]
 
 
@@ -371,6 +561,14 @@ def test_a_sampling_value_out_of_range_is_refused_before_anything_is_loaded(
     """B113, B114: through the command line; the model does not exist, and is never looked for."""
     assert cli.main(["generate", "-m", "no/such-model", "-p", "a", option, value]) == 2
     assert one_error(capsys).startswith(f"{named}: expected ")
+
+
+@pytest.mark.parametrize(("options", "words"), OTHER_WORDS)
+def test_options_that_cannot_be_are_refused_before_anything_is_loaded(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["generate", "-m", "no/such-model", "-p", "a", *options]) == 2
+    assert one_error(capsys).startswith(words)
 
 
 def test_no_new_tokens_is_an_empty_answer(
@@ -538,11 +736,12 @@ def test_a_usage_error_is_one_line(
 
 
 def test_every_command_has_help_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    for args in ([], ["generate"], ["fetch"], ["doctor"], ["bench"], ["bench", "peers"]):
+    commands = (["generate"], ["chat"], ["fetch"], ["doctor"], ["bench"], ["bench", "peers"])
+    for args in ([], *commands):
         assert cli.main([*args, "--help"]) == 0
         out, err = capsys.readouterr()
         assert out.startswith(f"usage: {' '.join(['spindle', *args])}") and err == ""
-        if args in ([], ["generate"], ["fetch"]):
+        if args in ([], ["generate"], ["chat"], ["fetch"]):
             assert "example" in out
 
 
@@ -550,12 +749,13 @@ NO_TORCH = """
 import sys
 from spindle import cli
 status = cli.main(sys.argv[1:])
-heavy = {"torch", "numpy", "tokenizers", "transformers", "huggingface_hub"} & set(sys.modules)
+heavy = {"torch", "numpy", "tokenizers", "jinja2", "transformers", "huggingface_hub"}
+heavy &= set(sys.modules)
 sys.exit(f"imported {heavy}" if heavy else status)
 """
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["fetch"], ["doctor"], ["bench"]])
+@pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["doctor"], ["bench"]])
 def test_help_imports_nothing_heavy(command: list[str]) -> None:
     run = subprocess.run(
         [sys.executable, "-c", NO_TORCH, *command, "--help"],
