@@ -6,7 +6,9 @@
     ├── ConfigError          a config.json that asks for a computation we do not do
     ├── TokenizerError       a tokenizer.json that cannot be read or is of an unknown kind
     ├── RequestError         a prompt or parameter that cannot be honoured (a ValueError too)
-    └── NumericsError        logits that are no distribution: NaN, +inf, or nothing but -inf
+    ├── NumericsError        logits that are no distribution: NaN, +inf, or nothing but -inf
+    ├── OutOfBlocks          a pool of KV blocks with fewer left than are needed
+    └── BlockError           a block given back twice, or one that the pool does not have
 
 A message names the thing, says what was wrong with it, and says what would be right. It is raised
 before anything has changed. Asserts are for what cannot happen; these are for what users do.
@@ -39,3 +41,15 @@ class RequestError(SpindleError, ValueError):
 
 class NumericsError(SpindleError, ArithmeticError):
     """Logits from which nothing can be sampled."""
+
+
+class OutOfBlocks(SpindleError):
+    """A pool with fewer blocks to take than are `needed`; `free` and `total` are counts too."""
+
+    def __init__(self, needed: int, free: int, total: int) -> None:
+        super().__init__(f"{needed} blocks needed, {free} of {total} free; nothing was taken")
+        self.needed, self.free, self.total = needed, free, total
+
+
+class BlockError(SpindleError):
+    """A block or a position used against the rules of its pool; nothing has been changed."""

@@ -6,6 +6,7 @@ tensors and the environment (`SPINDLE_NO_EXT=1`: plain torch everywhere).
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from spindle.kernels import native, twins
@@ -14,10 +15,12 @@ from spindle.kernels.twins import (
     add_layer_norm,
     add_rms_norm,
     attend,
+    copy_blocks,
     layer_norm,
     rms_norm,
     rope,
     silu_mul,
+    write_kv,
 )
 
 __all__ = [
@@ -25,14 +28,17 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "attend",
+    "copy_blocks",
     "layer_norm",
     "linear",
     "pack",
     "packs",
+    "paged_attend",
     "rms_norm",
     "rope",
     "silu_mul",
     "unpack",
+    "write_kv",
 ]
 
 
@@ -44,3 +50,12 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
         return onednn_linear(x, weight)
     assert weight.plain is not None
     return twins.linear(x, weight.plain, weight.bias)
+
+
+def paged_attend(
+    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, scale: float
+) -> Tensor:
+    """One query a row [R, H, D] over that row's keys, found through tables [R, B] of blocks."""
+    if q.device.type == "cpu" and q.dtype == torch.float32 and native.available():
+        return native.paged_attend(q.contiguous(), keys, values, tables, lengths, scale)
+    return twins.paged_attend(q, keys, values, tables, lengths, scale)

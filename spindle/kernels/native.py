@@ -23,7 +23,11 @@ def _library() -> ctypes.CDLL | None:
     if found is not None:
         found.spindle_linear.argtypes = [_POINTER] * 4 + [_LENGTH] * 3 + [ctypes.c_int]
         found.spindle_pack.argtypes = [_POINTER] * 2 + [_LENGTH] * 2 + [ctypes.c_int]
-        found.spindle_linear.restype = found.spindle_pack.restype = None
+        found.spindle_paged_attend.argtypes = (
+            [_POINTER] * 6 + [_LENGTH] * 6 + [ctypes.c_float, ctypes.c_int]
+        )
+        for op in (found.spindle_linear, found.spindle_pack, found.spindle_paged_attend):
+            op.restype = None
     return found
 
 
@@ -59,3 +63,18 @@ def linear(x: Tensor, panels: Tensor, bias: Tensor | None, outputs: int) -> Tens
     threads = torch.get_num_threads()
     lib.spindle_linear(x.data_ptr(), panels.data_ptr(), add, y.data_ptr(), T, K, outputs, threads)
     return y
+
+
+def paged_attend(
+    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, scale: float
+) -> Tensor:
+    """The twin's arguments and result, for contiguous float32 tensors on the CPU."""
+    R, H, D = q.shape
+    _, P, Hk, _ = keys.shape
+    out = torch.empty_like(q)
+    lib = _library()
+    assert lib is not None
+    pointers = (tensor.data_ptr() for tensor in (q, keys, values, tables, lengths, out))
+    threads = torch.get_num_threads()
+    lib.spindle_paged_attend(*pointers, R, H, Hk, D, P, tables.shape[1], scale, threads)
+    return out

@@ -85,3 +85,34 @@ def attend(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> Tensor:
     hidden = torch.ones(T, S, dtype=torch.bool, device=q.device).triu(start + 1)
     weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
     return torch.einsum("kgts,skd->tkgd", weights, wide(v)).reshape(T, H, D).to(q.dtype)
+
+
+def write_kv(cache: Tensor, slots: Tensor, new: Tensor) -> None:
+    """Put new [T, Hk, D] into slots [T] of cache [N, P, Hk, D]; slot n * P + p is p of block n."""
+    cache.view(-1, *cache.shape[2:])[slots] = new
+
+
+def copy_blocks(cache: Tensor, source: Tensor, target: Tensor) -> None:
+    """Copy the blocks source [C] of cache [L, N, P, Hk, D] over the blocks target [C]."""
+    cache[:, target] = cache[:, source]
+
+
+def paged_attend(
+    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, scale: float
+) -> Tensor:
+    """Attention of one query a row over that row's keys, which lie in blocks.
+
+    q [R, H, D]; keys, values [N, P, Hk, D]; tables [R, B] name each row's blocks in the order of
+    its positions, lengths [R] say how many positions it has. What lies beyond, and where a table
+    is filled up, is not read: it may be NaN. Returns [R, H, D]. (Kwon et al. 2023, section 4.1.)
+    """
+    R, H, D = q.shape
+    _, P, Hk, _ = keys.shape
+    S = tables.shape[1] * P
+    beyond = torch.arange(S, device=q.device) >= lengths[:, None]  # [R, S]
+    k, v = (x[tables].view(R, S, Hk, D) for x in (keys, values))
+    k, v = (wide(x).masked_fill(beyond[:, :, None, None], 0.0) for x in (k, v))
+    q_of_head = wide(q).view(R, Hk, H // Hk, D)
+    scores = torch.einsum("rkgd,rskd->rkgs", q_of_head, k) * scale  # [R, Hk, G, S]
+    weights = scores.masked_fill(beyond[:, None, None], -torch.inf).softmax(dim=-1)
+    return torch.einsum("rkgs,rskd->rkgd", weights, v).reshape(R, H, D).to(q.dtype)

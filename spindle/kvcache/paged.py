@@ -1,0 +1,144 @@
+"""PagedKV: keys and values of many sequences in the blocks of one pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from spindle import kernels
+from spindle.config import ModelConfig
+from spindle.kvcache.blocks import BlockPool, BlockTable, Copy, move
+from spindle.kvcache.index import StepIndex
+
+
+class PagedKV:
+    """The tensors of a pool: keys and values [L, N, P, Hk, D], by layer, block and slot.
+
+    A cache has no clock and owns no table: a step brings its StepIndex and the tables of its
+    sequences, whose slots have been reserved. Keys are stored after RoPE. Slots that belong to no
+    sequence may hold anything, NaN too. `host_blocks`: room in host memory for swapped sequences.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        host_blocks: int = 0,
+        prefix_cache: bool = True,
+    ) -> None:
+        self.pool = BlockPool(num_blocks, block_size, prefix_cache)
+        self.host = BlockPool(host_blocks, block_size, False) if host_blocks else None
+        shape = (2, config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        self.keys, self.values = torch.zeros(shape, dtype=dtype, device=device)
+        there = (*shape[:2], host_blocks, *shape[3:])
+        pinned = self.keys.is_cuda and host_blocks > 0  # the copy need not wait for the CPU
+        self._host_keys, self._host_values = torch.zeros(there, dtype=dtype, pin_memory=pinned)
+
+    def view(self, index: StepIndex, tables: Sequence[BlockTable]) -> PagedView:
+        """The two verbs on this step; `tables` are those of the index's rows, in its order."""
+        return PagedView(self, index, [table.blocks for table in tables])
+
+    def copy(self, copies: Iterable[Copy]) -> None:
+        """Do what a `reserve` asked for, before the step that writes."""
+        pairs = list(copies)
+        if pairs:
+            source, target = torch.tensor(pairs, device=self.keys.device).unbind(1)
+            for cache in (self.keys, self.values):
+                kernels.copy_blocks(cache, source, target)
+
+    def swap_out(self, tables: Sequence[BlockTable]) -> list[BlockTable]:
+        """Move sequences to host memory; the tables given are released, the new ones returned.
+
+        Raises OutOfBlocks, and changes nothing, if the host has no room.
+        """
+        assert self.host is not None, "made without host_blocks"
+        moved, copies = move(tables, self.host)
+        self._carry(copies, (self.keys, self.values), (self._host_keys, self._host_values))
+        return moved
+
+    def swap_in(self, tables: Sequence[BlockTable]) -> list[BlockTable]:
+        """Bring swapped sequences back; as `swap_out`, the other way."""
+        moved, copies = move(tables, self.pool)
+        self._carry(copies, (self._host_keys, self._host_values), (self.keys, self.values))
+        return moved
+
+    def nbytes(self) -> int:
+        """Bytes of the pool's tensors, whoever holds the blocks."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def _carry(
+        self, copies: list[Copy], source: Sequence[Tensor], target: Sequence[Tensor]
+    ) -> None:
+        if not copies:
+            return
+        out, into = torch.tensor(copies).unbind(1)
+        for here, there in zip(source, target, strict=True):
+            there[:, into.to(there.device)] = here[:, out.to(here.device)].to(there.device)
+
+
+class PagedView:
+    """One step on a PagedKV: each layer writes its new keys, then attends over all.
+
+    Chunks of one token are one op over the tables, whatever their number. A longer chunk gathers
+    its sequence's keys into a row and attends like the contiguous cache. `batched` False: all
+    chunks do, which is the path that is equal to the contiguous cache bit for bit.
+    """
+
+    batched = True
+
+    def __init__(self, kv: PagedKV, index: StepIndex, tables: list[list[int]]) -> None:
+        self._kv, self._index, self._device = kv, index, kv.keys.device
+        self.positions = index.position  # [T]
+        P, starts = kv.pool.block_size, [0]
+        for count in index.counts:
+            starts.append(starts[-1] + count)
+        self._chunks = list(zip(index.starts, index.counts, starts, tables, strict=False))
+        slots = [
+            table[p // P] * P + p % P
+            for start, count, _, table in self._chunks
+            for p in range(start, start + count)
+        ]
+        self._slots = torch.tensor(slots, device=self._device)  # [T]
+        self._decodes = [chunk for chunk in self._chunks if chunk[1] == 1]
+        if self._decodes:
+            self._rows, self._tables, self._lengths = self._decode_tensors()
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store k, v [T, Hk, D] of this step's tokens in their sequences' slots."""
+        kernels.write_kv(self._kv.keys[layer], self._slots, k)
+        kernels.write_kv(self._kv.values[layer], self._slots, v)
+
+    def attend(self, layer: int, q: Tensor, scale: float) -> Tensor:
+        """Attention of q [T, H, D] over its own sequence up to its own position -> [T, H, D]."""
+        keys, values = self._kv.keys[layer], self._kv.values[layer]  # [N, P, Hk, D]
+        out = torch.empty_like(q)
+        if self._decodes and self.batched:
+            step = (self._tables, self._lengths, scale)
+            out[self._rows] = kernels.paged_attend(q[self._rows], keys, values, *step)
+        for start, count, t, table in self._chunks:
+            if count > 1 or not self.batched:
+                mine = slice(t, t + count)
+                k, v = (self._gather(x, table, start + count) for x in (keys, values))
+                out[mine] = kernels.attend(q[mine], k, v, start, scale)
+        return out
+
+    def _decode_tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of single tokens: rows of q [R], tables [R, B] filled up with block 0, lengths [R]."""
+        P = self._kv.pool.block_size
+        lengths = [start + 1 for start, _, _, _ in self._decodes]
+        width = max(-(-length // P) for length in lengths)
+        tables = [(table + [0] * width)[:width] for *_, table in self._decodes]
+        rows = [t for _, _, t, _ in self._decodes]
+        made = (torch.tensor(x, device=self._device) for x in (rows, tables, lengths))
+        return tuple(made)  # type: ignore[return-value]
+
+    def _gather(self, cache: Tensor, table: list[int], length: int) -> Tensor:
+        """The first `length` keys or values of a sequence, [S, Hk, D], from [N, P, Hk, D]."""
+        blocks = -(-length // cache.shape[1])
+        found = cache[torch.tensor(table[:blocks], device=self._device)]  # [B, P, Hk, D]
+        return found.flatten(0, 1)[:length]
