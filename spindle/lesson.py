@@ -297,3 +297,54 @@ def rows_computed(prompt: int, new: int, cached: bool) -> int:
     """int, the token rows that pass through the model until `new` tokens are generated."""
     # The last new token is never fed back.
     return prompt + new - 1 if cached else sum(range(prompt, prompt + new))
+
+
+@check.exercise("02", inputs=[(1e5, 64, 31), (1e5, 64, 0), (5e5, 128, 63), (1e4, 32, 8)])
+def wavelength(theta: float, head_dim: int, pair: int) -> float:
+    """float, the places after which pair `pair` of a head, counted from 0, has turned once."""
+    return 2 * math.pi * theta ** (2 * pair / head_dim)
+
+
+def _numbered(heads: int, head_dim: int, width: int) -> Tensor:
+    """[heads * head_dim, width], every number another."""
+    return torch.arange(heads * head_dim * width).float().view(-1, width)
+
+
+@check.exercise("02", inputs=[(_numbered(1, 8, 1), 1), (_numbered(3, 8, 2), 3)])
+def halves_from_pairs(rows: Tensor, heads: int) -> Tensor:
+    """float [heads * D, E], in each head first the even rows (0, 2, 4), then the odd ones."""
+    pairs = rows.view(heads, -1, 2, rows.shape[1])  # [heads, D/2, 2, E]
+    return pairs.transpose(1, 2).reshape(rows.shape)
+
+
+_EIGHTHS = [torch.tensor(row) / 8 for row in ([4.0, 2, 1, 1], [1.0, 4, 1, 2], [0, 2, 2, 4])]
+
+
+@check.exercise(
+    "03",
+    inputs=[(_EIGHTHS[0], 0.75), (_EIGHTHS[0], 0.76), (_EIGHTHS[0], 0.1), (_EIGHTHS[0], 1.0),
+            (_EIGHTHS[1], 0.7), (_EIGHTHS[1], 0.8), (_EIGHTHS[2], 0.6)],
+)  # fmt: skip
+def nucleus(p: Tensor, top_p: float) -> Tensor:
+    """float [V], the fewest likeliest tokens that hold top_p, lower ids first, made to sum to 1."""
+    sorted_p, order = p.sort(descending=True, stable=True)
+    held = torch.cat([torch.zeros(1), sorted_p.cumsum(0)[:-1]])  # by the likelier ones
+    kept = sorted_p.where(held < top_p, 0.0)
+    return torch.zeros_like(p).scatter(0, order, kept / kept.sum())
+
+
+@check.exercise(
+    "03",
+    inputs=[(_EIGHTHS[0], 0.0), (_EIGHTHS[0], 0.6), (_EIGHTHS[0], 0.999), (_EIGHTHS[0], 0.75),
+            (_EIGHTHS[1], 0.125), (_EIGHTHS[2], 0.0)],
+)  # fmt: skip
+def pick(p: Tensor, u: float) -> int:
+    """int, the first id at which the sum of probabilities exceeds u, from [0, 1)."""
+    return int((p.cumsum(0) > u).nonzero()[0])
+
+
+@check.exercise("05", inputs=[(3, 2, 0, 4), (3, 2, 4, 1), (3, 0, 4, 2), (1, 0, 7, 1), (5, 2, 9, 3)])
+def visible_keys(layers: int, moves_in: int, stored: int, count: int) -> Tensor:
+    """int64 [layers], the keys each layer sees in a step of `count` tokens on top of `stored`."""
+    has_moved = torch.arange(layers) >= moves_in  # append comes before gather, in that layer too
+    return stored + count * has_moved

@@ -182,6 +182,48 @@ def test_an_earlier_start_rewinds_and_stale_entries_are_never_read(keep):
             assert_close(out, alone(0, start + 1, layer)[-1:])
 
 
+def assert_every_layer_sees_its_step(kv) -> None:
+    """Prefill, decode, chunk: each layer's output is that of a pass with no cache."""
+    for start, count in ((0, 5), (5, 1), (6, 3)):
+        for layer, out in enumerate(run(kv, [(0, start, count)])):
+            expected = alone(0, start + count, layer)[-count:]
+            off = (out - expected).abs().max().item()
+            assert off < 1e-12, f"layer {layer}, {count} tokens from {start} on: off by {off:.2g}"
+
+
+def test_every_layer_sees_its_step():
+    """The first layer attends to the step it is in, and so does the last."""
+    assert_every_layer_sees_its_step(cache())
+
+
+class MovingKV:
+    """A fault: a length that the cache keeps, and that moves when layer `moves_in` appends."""
+
+    def __init__(self, moves_in: int) -> None:
+        self.kv = torch.zeros(2, L, 32, HK, D, dtype=torch.float64)
+        self.moves_in, self.length = moves_in, 0
+
+    def view(self, index: StepIndex) -> "MovingKV":
+        self.start = self.length  # positions are right: taken before anything moves
+        return self
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        end = self.length + len(k)
+        self.kv[:, layer, self.length : end] = torch.stack((k, v))
+        if layer == self.moves_in:
+            self.length = end
+
+    def attend(self, layer: int, q: Tensor, scale: float) -> Tensor:
+        keys, values = self.kv[:, layer, : self.length]
+        return twins.attend(q, keys, values, self.start, scale)
+
+
+@pytest.mark.parametrize(("moves_in", "caught_in"), [(L - 1, 0), (0, 1)])
+def test_a_length_that_moves_within_a_step_is_caught_in_the_layer_it_misleads(moves_in, caught_in):
+    with pytest.raises(AssertionError, match=f"layer {caught_in}, 5 tokens from 0 on"):
+        assert_every_layer_sees_its_step(MovingKV(moves_in))
+
+
 def test_a_layer_writes_to_itself_alone():
     kv = cache()
     run(kv, [(0, 0, 5)])

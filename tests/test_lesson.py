@@ -175,6 +175,25 @@ def total(p, n):
     return sum(range(p, p + n))
 
 
+def pairs_from_halves(rows, heads):
+    return rows.view(heads, 2, -1, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
+
+
+def normal(p):
+    return p / p.sum()
+
+
+def top_p_by(rule):
+    """Top-p with another rule for what stays: rule(held so far, own share, top_p)."""
+
+    def answer(p, top_p):
+        falling, order = p.sort(descending=True, stable=True)
+        kept = falling * rule(falling.cumsum(0), falling, top_p)
+        return normal(torch.zeros_like(p).scatter(0, order, kept))
+
+    return answer
+
+
 WRONG: list[tuple[str, str, Callable]] = [
     ("causal_mask", "forgets start", lambda T, S, start: see(T, S, 0)),
     ("causal_mask", "hides itself", lambda T, S, start: see(T, S, start - 1)),
@@ -196,6 +215,24 @@ WRONG: list[tuple[str, str, Callable]] = [
     ("whole_characters", "one character a byte", lambda data: data.decode("latin-1")),
     ("whole_characters", "drops what is not ASCII", lambda data: data.decode("ascii", "ignore")),
     ("rows_computed", "a string", lambda p, n, c: "many"),
+    ("nucleus", "drops the token that crosses", top_p_by(lambda held, p, top: held <= top)),
+    ("nucleus", "one too many where it is met", top_p_by(lambda held, p, top: held - p <= top)),
+    ("nucleus", "does not renormalise", lambda p, top_p: p * (check.nucleus.right(p, top_p) > 0)),
+    ("nucleus", "in sorted order", lambda p, t: check.nucleus.right(p, t).sort(descending=True)[0]),
+    ("nucleus", "all ties", lambda p, t: normal(p * (p >= p[check.nucleus.right(p, t) > 0].min()))),
+    ("pick", "reaches", lambda p, u: int((p.cumsum(0) >= u).nonzero()[0])),
+    ("pick", "the likeliest", lambda p, u: int(p.argmax())),
+    ("pick", "sorted", lambda p, u: check.pick.right(p.sort(descending=True)[0], u)),
+    ("wavelength", "the place in the exponent", lambda t, D, i: 2 * math.pi * t ** (i / D)),
+    ("wavelength", "radians", lambda t, D, i: t ** (2 * i / D)),
+    ("wavelength", "a speed", lambda t, D, i: t ** (-2 * i / D)),
+    ("halves_from_pairs", "as it was", lambda rows, heads: rows),
+    ("halves_from_pairs", "the inverse", lambda rows, heads: pairs_from_halves(rows, heads)),
+    ("halves_from_pairs", "across heads", lambda rows, heads: torch.cat([rows[::2], rows[1::2]])),
+    ("visible_keys", "all alike", lambda L, m, stored, n: torch.full((L,), stored + n)),
+    ("visible_keys", "gathers first", lambda L, m, s, n: s + n * (torch.arange(L) > m)),
+    ("visible_keys", "the other layers", lambda L, m, s, n: s + n * (torch.arange(L) <= m)),
+    ("visible_keys", "always the last", lambda L, m, s, n: s + n * (torch.arange(L) == L - 1)),
 ]
 
 
@@ -255,7 +292,8 @@ def test_an_unknown_exercise_is_refused_with_the_known_ones():
 
 
 def test_every_exercise_belongs_to_a_chapter():
-    assert {getattr(check, name).chapter for name in dir(check)} == {"00", "01", "04"}
+    chapters = {getattr(check, name).chapter for name in dir(check)}
+    assert chapters == {"00", "01", "02", "03", "04", "05"}
 
 
 def test_the_smallest_lead_is_that_of_the_closest_choice():

@@ -103,6 +103,12 @@ def test_metadata_is_the_least_that_jupyter_needs_and_a_folded_cell_is_folded_ev
     assert twice[2][0].endswith("}\n")
 
 
+def test_what_a_notebook_says_it_needs_is_kept(tmp_path):
+    nb = execute.read(notebook(tmp_path / "a.ipynb", "x = 0"))
+    nb.metadata["spindle"] = {"needs": ["smollm2"]}
+    assert json.loads(execute.to_text(nb))["metadata"]["spindle"] == {"needs": ["smollm2"]}
+
+
 def test_a_measurement_is_kept_until_the_code_changes_or_a_new_one_is_asked_for(twice, tmp_path):
     stored = execute.read(twice[0])
     for refresh, edit, kept in [(False, "", True), (True, "", False), (False, "1 + 1", False)]:
