@@ -26,9 +26,9 @@ from tokenizers import decoders, models, pre_tokenizers
 from spindle import Engine, StreamDecoder, Tokenizer, cli, doctor, load_hf
 from spindle.bench import peers
 from spindle.config import ModelConfig
+from spindle.decode.detokenize import AnswerText
 from spindle.decode.logprobs import Logprob
 from spindle.decode.params import SamplingParams
-from spindle.decode.stops import StopScanner
 from spindle.decode.stream import Stream
 from spindle.decode.text import TextStream, stream_text
 from spindle.errors import SpindleError
@@ -441,7 +441,7 @@ def test_ctrl_c_in_json_says_abort(checkpoint: Path) -> None:
 
 
 def as_text(stream: Stream, tokenizer: Tokenizer) -> TextStream:
-    return TextStream(stream, StreamDecoder(tokenizer), StopScanner(()))
+    return TextStream(stream, AnswerText(StreamDecoder(tokenizer)))
 
 
 def test_ctrl_c_before_the_first_token_ends_the_prefill(checkpoint: Path) -> None:
@@ -497,7 +497,7 @@ def test_ctrl_c_shows_what_a_stop_string_held_back(
         yield tokenizer.encode("a")[0]
         raise AssertionError("the answer went on after Ctrl-C")
 
-    stream = TextStream(Stream(tokens(), stats), StreamDecoder(tokenizer), StopScanner(("ab",)))
+    stream = TextStream(Stream(tokens(), stats), AnswerText(StreamDecoder(tokenizer), ("ab",)))
     cli.show_stream(stream)
     assert capsys.readouterr().out == stream.text == "xaa"
     assert stream.finish_reason == "abort"

@@ -13,9 +13,9 @@ from test_stops import first_match, may_be_a_stop
 from tokenizers import AddedToken, decoders, models
 
 from spindle.config import ModelConfig
+from spindle.decode.detokenize import AnswerText
 from spindle.decode.engine import Engine
 from spindle.decode.params import SamplingParams
-from spindle.decode.stops import StopScanner
 from spindle.decode.text import TextStream, stream_text
 from spindle.errors import NumericsError, RequestError
 from spindle.model.weights import random_model
@@ -207,7 +207,7 @@ def test_a_stop_id_leaves_the_last_word_as_it_is(tokenizer, stop_id, skip):
     model = Saying([*ids_of("Hel", "lo wor"), stop_id], eos_ids=())
     stream = Engine(model).stream([PROMPT], 9, temperature=0, stop_token_ids=[stop_id])
     decoder = StreamDecoder(tokenizer, skip_special_tokens=skip, prompt_ids=[PROMPT])
-    text = TextStream(stream, decoder, StopScanner(["zzz"]))
+    text = TextStream(stream, AnswerText(decoder, ["zzz"]))
     assert "".join(text) == "Hello wor"
     assert text.token_ids[-1] == stop_id
     assert (text.finish_reason, text.stop_reason) == ("stop", stop_id)

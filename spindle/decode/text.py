@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from spindle.decode.detokenize import AnswerText
 from spindle.decode.engine import Engine
 from spindle.decode.logprobs import TokenLogprobs
 from spindle.decode.params import SamplingParams
 from spindle.decode.stats import Stats
-from spindle.decode.stops import StopScanner
 from spindle.decode.stream import Stream
 from spindle.tokenizer import StreamDecoder, Tokenizer
 
@@ -26,31 +26,25 @@ def stream_text(
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     stream = engine.stream_with(ids, replace(params, stop=None))
     decoder = StreamDecoder(tokenizer, prompt_ids=stream.prompt_ids)
-    return TextStream(stream, decoder, StopScanner(params.stop or ()), params.min_tokens)
+    return TextStream(stream, AnswerText(decoder, params.stop or (), params.min_tokens))
 
 
 class TextStream(Iterator[str]):
     """The text of one answer: a delta a token, maybe empty, and what was held back at the end.
 
-    A delta has no half character and no character of a stop string that matched. `token_ids` and
-    `logprobs` grow with it and end with the token that completes the stop, though `text` ends
-    before the stop: its characters may begin in one token and end in the middle of another.
-    Special tokens, and the EOS or stop id that ends the answer, are ids without text.
+    `token_ids` and `logprobs` grow with it and end with the token that completes the stop, though
+    `text` ends before the stop: its characters may begin in one token and end in the middle of
+    another. What is text and what is not: `AnswerText`.
     """
 
-    def __init__(
-        self, stream: Stream, decoder: StreamDecoder, scanner: StopScanner, min_tokens: int = 0
-    ) -> None:
+    def __init__(self, stream: Stream, answer: AnswerText) -> None:
         self.token_ids: list[int] = []
-        self._stream, self._decoder, self._scanner = stream, decoder, scanner
-        self._min_tokens = min_tokens
-        self._pieces: list[str] = []
-        self._flushed = False
+        self._stream, self._answer = stream, answer
 
     @property
     def text(self) -> str:
         """All of the text so far: the deltas, joined."""
-        return "".join(self._pieces)
+        return self._answer.text
 
     @property
     def logprobs(self) -> list[TokenLogprobs] | None:
@@ -73,37 +67,28 @@ class TextStream(Iterator[str]):
         return self.stats.stop_reason
 
     def __next__(self) -> str:
-        if self._scanner.matched is not None:
+        if self._answer.stop is not None:
             raise StopIteration
         try:
             token = next(self._stream)
         except StopIteration:
-            rest = self._flush()
+            rest = self._answer.flush()
+            self._note_the_stop()
             if rest:
                 return rest
             raise
         self.token_ids.append(token)
-        ended = self.finish_reason == "stop"  # by this very token
-        return self._show("" if ended else self._decoder.push(token))
+        delta = self._answer.push(token, ends=self.finish_reason == "stop")
+        self._note_the_stop()
+        return delta
 
     def close(self) -> str:
         """End the answer here; returns the text that was still held back, which `text` gains."""
         self._stream.close()
-        return self._flush()
+        rest = self._answer.flush()
+        self._note_the_stop()
+        return rest
 
-    def _show(self, text: str) -> str:
-        """What of this text can be shown; ends the stream if it completes a stop."""
-        delta = self._scanner.push(text, len(self.token_ids) > self._min_tokens)
-        self._pieces.append(delta)
-        if self._scanner.matched is not None:
-            self._stream.stop(self._scanner.matched)
-        return delta
-
-    def _flush(self) -> str:
-        """The end of the text, once: half a character as U+FFFD, and what was held back."""
-        if self._flushed or self._scanner.matched is not None:
-            return ""
-        self._flushed = True
-        delta = self._show(self._decoder.flush())
-        self._pieces.append(rest := self._scanner.flush())
-        return delta + rest
+    def _note_the_stop(self) -> None:
+        if self._answer.stop is not None:
+            self._stream.stop(self._answer.stop)
