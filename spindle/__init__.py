@@ -12,12 +12,22 @@ if TYPE_CHECKING:  # the same names, where type checkers and editors look for th
     from spindle.decode.engine import Engine
     from spindle.decode.sampling import SamplingParams
     from spindle.model.weights import load_hf
+    from spindle.serve.llm import LLM
     from spindle.tokenizer import StreamDecoder, Tokenizer
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "SamplingParams", "SpindleError", "StreamDecoder", "Tokenizer", "load_hf"]
+__all__ = [
+    "LLM",
+    "Engine",
+    "SamplingParams",
+    "SpindleError",
+    "StreamDecoder",
+    "Tokenizer",
+    "load_hf",
+]
 
 _HOMES = {
+    "LLM": "spindle.serve.llm",
     "Engine": "spindle.decode.engine",
     "SamplingParams": "spindle.decode.sampling",
     "StreamDecoder": "spindle.tokenizer",

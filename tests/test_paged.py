@@ -13,7 +13,7 @@ from spindle import kernels
 from spindle.config import ModelConfig
 from spindle.errors import OutOfBlocks
 from spindle.kernels import build, native, twins
-from spindle.kvcache.blocks import BlockTable
+from spindle.kvcache.blocks import BlockTable, move
 from spindle.kvcache.contiguous import ContiguousKV
 from spindle.kvcache.index import StepIndex
 from spindle.kvcache.paged import PagedKV
@@ -135,11 +135,13 @@ def test_a_swapped_sequence_comes_back_as_it_was():
     tables[1] = tables[0].fork()
     step(kv, tables, [(0, 9, 2), (1, 9, 1)], True)
     rest = step_contiguous(ContiguousKV(CONFIG, torch.float64), [(0, 0, 14)])[11:]
-    away = kv.swap_out([tables[0], tables[1]])
+    away, copies = move([tables[0], tables[1]], kv.host)
+    kv.swap_out(copies)
     assert kv.pool.free == 8 and kv.host.free == 2  # two full blocks shared, a third of each
     for cache in (kv.keys, kv.values):
         cache.fill_(torch.nan)
-    tables[0], tables[1] = kv.swap_in(away)
+    (tables[0], tables[1]), copies = move(away, kv.pool)
+    kv.swap_in(copies)
     for cache in (kv._host_keys, kv._host_values):
         assert kv.host.free == 6
         cache.fill_(torch.nan)
@@ -153,7 +155,7 @@ def test_a_swap_that_does_not_fit_changes_nothing():
     tables = {0: BlockTable(kv.pool)}
     step(kv, tables, [(0, 0, 9)], True)
     with pytest.raises(OutOfBlocks, match="3 blocks needed, 1 of 1 free"):
-        kv.swap_out([tables[0]])
+        move([tables[0]], kv.host)
     whole = step_contiguous(ContiguousKV(CONFIG, torch.float64), [(0, 0, 10)])
     assert (step(kv, tables, [(0, 9, 1)], True)[0] - whole[-1]).abs().max() < 1e-9
 

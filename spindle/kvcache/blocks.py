@@ -270,17 +270,19 @@ class BlockTable:
         del self._chain[first:]
         return copies
 
-    def commit(self, tokens: Sequence[int]) -> None:
+    def commit(self, tokens: Sequence[int], count: int | None = None) -> None:
         """Let the index remember the full blocks of these tokens, computed and accepted.
 
-        `tokens` are the sequence's from its start; they must lie in the table's blocks.
+        `tokens` are the sequence's from its start, of which the first `count` (all by default) lie
+        in the table's blocks.
         """
         P, index = self.pool.block_size, self.pool.index
-        if len(tokens) > self.capacity:
-            raise BlockError(f"{len(tokens)} tokens: the table ends at {self.capacity}")
+        count = len(tokens) if count is None else count
+        if count > self.capacity:
+            raise BlockError(f"{count} tokens: the table ends at {self.capacity}")
         while self._chain and self._chain[-1].block is None:  # evicted in another table's block
             self._chain.pop()
-        for n in range(len(self._chain), len(tokens) // P):
+        for n in range(len(self._chain), count // P):
             parent = self._chain[-1] if self._chain else None
             entry = index.add(parent, tuple(tokens[n * P : (n + 1) * P]), self.blocks[n])
             if entry is None:

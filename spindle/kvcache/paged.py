@@ -9,7 +9,7 @@ from torch import Tensor
 
 from spindle import kernels
 from spindle.config import ModelConfig
-from spindle.kvcache.blocks import BlockPool, BlockTable, Copy, move
+from spindle.kvcache.blocks import BlockPool, BlockTable, Copy
 from spindle.kvcache.index import StepIndex
 
 
@@ -51,32 +51,25 @@ class PagedKV:
             for cache in (self.keys, self.values):
                 kernels.copy_blocks(cache, source, target)
 
-    def swap_out(self, tables: Sequence[BlockTable]) -> list[BlockTable]:
-        """Move sequences to host memory; the tables given are released, the new ones returned.
-
-        Raises OutOfBlocks, and changes nothing, if the host has no room.
-        """
-        assert self.host is not None, "made without host_blocks"
-        moved, copies = move(tables, self.host)
+    def swap_out(self, copies: Iterable[Copy]) -> None:
+        """Do what a `move` of tables to the host's pool asked for, before the blocks are reused."""
         self._carry(copies, (self.keys, self.values), (self._host_keys, self._host_values))
-        return moved
 
-    def swap_in(self, tables: Sequence[BlockTable]) -> list[BlockTable]:
-        """Bring swapped sequences back; as `swap_out`, the other way."""
-        moved, copies = move(tables, self.pool)
+    def swap_in(self, copies: Iterable[Copy]) -> None:
+        """Do what a `move` of tables to the device's pool asked for, before the step."""
         self._carry(copies, (self._host_keys, self._host_values), (self.keys, self.values))
-        return moved
 
     def nbytes(self) -> int:
         """Bytes of the pool's tensors, whoever holds the blocks."""
         return self.keys.nbytes + self.values.nbytes
 
     def _carry(
-        self, copies: list[Copy], source: Sequence[Tensor], target: Sequence[Tensor]
+        self, copies: Iterable[Copy], source: Sequence[Tensor], target: Sequence[Tensor]
     ) -> None:
-        if not copies:
+        pairs = list(copies)
+        if not pairs:
             return
-        out, into = torch.tensor(copies).unbind(1)
+        out, into = torch.tensor(pairs).unbind(1)
         for here, there in zip(source, target, strict=True):
             there[:, into.to(there.device)] = here[:, out.to(here.device)].to(there.device)
 

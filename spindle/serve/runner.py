@@ -1,0 +1,89 @@
+"""Runner: a Plan becomes flat tensors, goes through the model, and comes back as token ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from spindle.decode.logprobs import TokenLogprobs, logprob_table, token_logprobs
+from spindle.decode.penalties import Prefix
+from spindle.decode.sampling import SamplingRows, sample
+from spindle.kvcache.index import StepIndex
+from spindle.kvcache.paged import PagedKV
+from spindle.model.layers import Model
+from spindle.serve.scheduler import Chunk, Plan
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a chunk sampled: an id for each answer that goes on from it, -1 where none could be."""
+
+    ids: list[int]
+    logprobs: list[TokenLogprobs | None]
+
+
+class Runner:
+    """Runs plans on one model over one paged cache; it decides nothing."""
+
+    def __init__(self, model: Model, kv: PagedKV) -> None:
+        self.model, self.kv = model, kv
+
+    def run(self, plan: Plan) -> list[Output]:
+        """Do the plan's copies and its pass; one output a chunk, empty where nothing is sampled."""
+        self.kv.swap_out(plan.swap_out)
+        self.kv.swap_in(plan.swap_in)
+        self.kv.copy(plan.copies)
+        chunks, device = plan.chunks, self.model.device
+        index = StepIndex.of([(n, c.start, c.count) for n, c in enumerate(chunks)], device)
+        view = self.kv.view(index, [chunk.sequence.table for chunk in chunks])
+        ids = [i for c in chunks for i in c.sequence.ids[c.start : c.start + c.count]]
+        hidden = self.model(torch.tensor(ids, device=device), view)  # [T, E]
+        return self._sample(chunks, hidden)
+
+    def _sample(self, chunks: tuple[Chunk, ...], hidden: torch.Tensor) -> list[Output]:
+        """Logits of the last row of each chunk that samples, once for each answer it begins."""
+        ends, at = [], -1
+        for chunk in chunks:
+            at += chunk.count
+            ends.append(at)
+        rows = [
+            (n, sample)
+            for n, chunk in enumerate(chunks)
+            if chunk.samples
+            for sample in _samples(chunk)
+        ]
+        outputs = [Output([], []) for _ in chunks]
+        if not rows:
+            return outputs
+        sampling = self._sampling_rows([chunks[n] for n, _ in rows], [s for _, s in rows])
+        logits = self.model.logits(hidden[[ends[n] for n, _ in rows]])  # [R, V]
+        position = [len(chunks[n].sequence.ids) for n, _ in rows]
+        tokens = sample(logits, sampling, torch.tensor(position, device=logits.device))  # [R]
+        wanted = [chunks[n].sequence.request.params.logprobs for n, _ in rows]
+        most = max((k for k in wanted if k is not None), default=None)
+        table = tokens[:, None, None] if most is None else logprob_table(logits, tokens, most)
+        for (n, _), k, row in zip(rows, wanted, table.tolist(), strict=True):
+            outputs[n].ids.append(int(row[0][0]))
+            outputs[n].logprobs.append(None if k is None else token_logprobs(row[: k + 1]))
+        return outputs
+
+    def _sampling_rows(self, chunks: list[Chunk], samples: list[int]) -> SamplingRows:
+        sequences = [chunk.sequence for chunk in chunks]
+        config = self.model.config
+        return SamplingRows.of(
+            [one.request.params for one in sequences],
+            self.model.device,
+            samples,
+            [Prefix(one.request.prompt, one.output) for one in sequences],
+            config.eos_ids,
+            config.vocab_size,
+        )
+
+
+def _samples(chunk: Chunk) -> range:
+    """The answers that go on from a chunk: at the end of a prompt all n, else its own."""
+    sequence = chunk.sequence
+    if sequence.new_tokens == 0 and len(sequence.request.sequences) == 1:
+        return range(sequence.request.params.n)
+    return range(sequence.sample, sequence.sample + 1)

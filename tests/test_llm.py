@@ -1,0 +1,401 @@
+"""Many at once is each alone: token for token, in float64, whatever is scheduled how."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spindle.config import ModelConfig
+from spindle.decode.engine import Engine
+from spindle.decode.params import SamplingParams
+from spindle.decode.text import stream_text
+from spindle.errors import RequestError
+from spindle.model.weights import load_hf, random_model
+from spindle.serve.llm import LLM
+from spindle.tokenizer import Tokenizer
+
+V = 60
+RAW = {
+    "llama": dict(
+        model_type="llama",
+        vocab_size=V,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        eos_token_id=7,
+    ),
+    "gpt2": dict(
+        model_type="gpt2",
+        vocab_size=V,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        n_positions=128,
+        eos_token_id=7,
+    ),
+}
+MODELS = {
+    name: random_model(ModelConfig.from_dict(raw), dtype=torch.float64) for name, raw in RAW.items()
+}
+
+
+def alone(model, prompt, params, sample=0):
+    """The ids of one answer, from an engine of one sequence."""
+    if params.n == 1:
+        return list(Engine(model, max_seq_len=100).stream_with(prompt, params))
+    return Engine(model, max_seq_len=100).answers(prompt, params)[sample].token_ids
+
+
+@st.composite
+def traffic(draw):
+    """Requests with shared prefixes, of every way of sampling, arriving while others run."""
+    rng = random.Random(draw(st.integers(0, 10_000)))
+    stem = [rng.randrange(V) for _ in range(12)]
+    requests = []
+    for at in range(draw(st.integers(1, 7))):
+        prompt = stem[: rng.randrange(12)] + [rng.randrange(V) for _ in range(rng.randint(1, 20))]
+        most = rng.randint(1, 24)
+        params = SamplingParams(
+            max_tokens=most,
+            temperature=rng.choice([0, 0, 0.8, 1.3]),
+            top_p=rng.choice([1, 0.9]),
+            top_k=rng.choice([0, 20]),
+            seed=at,
+            min_tokens=rng.choice([0, 0, min(2, most)]),
+            ignore_eos=rng.random() < 0.3,
+            stop_token_ids=rng.choice([None, None, [3, 4]]),
+            repetition_penalty=rng.choice([1, 1, 1.3]),
+            frequency_penalty=rng.choice([0, 0, 0.4]),
+            logprobs=rng.choice([None, None, 0, 3]),
+        )
+        if params.temperature and rng.random() < 0.3:
+            params = replace(params, n=rng.randint(2, 3))
+        requests.append((rng.randrange(8), prompt, params))
+    return requests
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    traffic(),
+    st.sampled_from(sorted(MODELS)),
+    st.sampled_from([1, 3, 8, 16]),
+    st.integers(3, 6),
+    st.integers(6, 30),
+    st.integers(0, 60),
+    st.sampled_from(["recompute", "swap"]),
+    st.booleans(),
+    st.sampled_from(["continuous", "continuous", "static"]),
+)
+def test_together_is_alone(requests, name, size, seqs, budget, spare, preemption, cache, policy):
+    """B05, B15, B23, B24, B29, B30, B56, B60: and when all have ended, nothing is held."""
+    model = MODELS[name]
+    if policy == "static":
+        requests = [(at, prompt, replace(params, n=1)) for at, prompt, params in requests]
+    longest = max(len(prompt) + params.max_tokens for _, prompt, params in requests)
+    llm = LLM(
+        model,
+        block_size=size,
+        num_blocks=-(-longest // size) + spare // size,
+        max_model_len=100,
+        max_seqs=seqs,
+        max_batch_tokens=budget,
+        preemption=preemption,
+        prefix_cache=cache,
+        policy=policy,
+    )
+    for cache_of in (llm._kv.keys, llm._kv.values):
+        cache_of.fill_(torch.nan)
+    due, done, names = sorted(requests, key=lambda r: r[0]), {}, {}
+    for now in range(5000):
+        while due and due[0][0] <= now:
+            _, prompt, params = due.pop(0)
+            names[llm.add(prompt, params)] = prompt, params
+        if not due and not llm.has_unfinished:
+            break
+        for output in llm.step():
+            if output.finished:
+                done[output.request_id] = output
+        llm.scheduler.check()
+    assert done.keys() == names.keys()
+    for request_id, (prompt, params) in names.items():
+        outputs = done[request_id].outputs
+        assert len(outputs) == params.n
+        for one in outputs:
+            assert one.token_ids == alone(model, prompt, params, one.index)
+            assert (one.logprobs is None) == (params.logprobs is None)
+            assert one.logprobs is None or len(one.logprobs) == len(one.token_ids)
+    llm._kv.pool.clear()
+    assert llm._kv.pool.free == llm._kv.pool.num_blocks
+    assert llm._kv.host is None or llm._kv.host.free == llm._kv.host.num_blocks
+    assert not llm._requests and not llm._texts
+
+
+# --- text ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load_hf("tiny", device="cpu", dtype=torch.float64), Tokenizer("tiny")
+
+
+PROMPTS = ["The capital of France is", "Return True if", "A dictionary is", "Raised when"]
+
+
+def test_text_stops_and_logprobs_are_those_of_one_stream(tiny):
+    """B44, B64: the same text, ids, logprobs and reasons as `stream_text` gives."""
+    model, tokenizer = tiny
+    each = [
+        SamplingParams(max_tokens=20, temperature=0, logprobs=2),
+        SamplingParams(max_tokens=30, temperature=0.9, seed=3, stop=["the", ". "]),
+        SamplingParams(max_tokens=12, temperature=1, seed=4, stop="e", min_tokens=5),
+        SamplingParams(max_tokens=5, temperature=1, seed=5, ignore_eos=True),
+    ]
+    llm = LLM(model, tokenizer=tokenizer, max_seqs=3, num_blocks=30)
+    for prompt, params, output in zip(PROMPTS, each, llm.generate(PROMPTS, each), strict=True):
+        solo = stream_text(Engine(model), tokenizer, prompt, params)
+        "".join(solo)
+        (one,) = output.outputs
+        assert (one.text, one.token_ids) == (solo.text, solo.token_ids)
+        assert (one.finish_reason, one.stop_reason) == (solo.finish_reason, solo.stop_reason)
+        if params.logprobs is not None:
+            for ours, theirs in zip(one.logprobs, solo.logprobs, strict=True):
+                assert [r.token_id for r in ours.top] == [r.token_id for r in theirs.top]
+                assert ours.sampled.logprob == pytest.approx(theirs.sampled.logprob, abs=1e-9)
+            total = sum(record.sampled.logprob for record in one.logprobs)
+            assert one.cumulative_logprob == pytest.approx(total)
+
+
+def test_a_stream_is_its_answer_in_pieces(tiny):
+    model, tokenizer = tiny
+    llm = LLM(model, tokenizer=tokenizer, num_blocks=30)
+    params = SamplingParams(max_tokens=25, temperature=0.8, seed=1)
+    deltas = list(llm.stream(PROMPTS[0], params))
+    (whole,) = llm.generate(PROMPTS[0], params)
+    assert "".join(d.text for d in deltas) == whole.outputs[0].text
+    assert [i for d in deltas for i in d.token_ids] == whole.outputs[0].token_ids
+    assert deltas[-1].finish_reason == whole.outputs[0].finish_reason
+
+
+def test_closing_a_stream_aborts_its_request_and_no_other(tiny):
+    model, tokenizer = tiny
+    llm = LLM(model, tokenizer=tokenizer, num_blocks=30)
+    other = llm.add(PROMPTS[1], SamplingParams(max_tokens=9, temperature=0))
+    stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=50, ignore_eos=True))
+    next(stream)
+    stream.close()
+    assert llm.stats["running"] == 1
+    done = {}
+    while llm.has_unfinished:
+        done |= {output.request_id: output for output in llm.step()}
+    assert len(done[other].outputs[0].token_ids) == 9
+    assert llm.stats["blocks_held"] == 0
+
+
+# --- requests ------------------------------------------------------------------------------------
+
+
+def engine(**options):
+    settings = dict(max_model_len=40, max_seqs=3, max_batch_tokens=16, num_blocks=20, block_size=4)
+    return LLM(MODELS["llama"], **(settings | options))
+
+
+BAD = {
+    "no tokens": (dict(prompt=[]), "the prompt has no tokens"),
+    "a negative id": (dict(prompt=[1, -1]), "-1 at position 1"),
+    "an id too many": (dict(prompt=[V]), f"{V} at position 0"),
+    "a prompt too long": (dict(prompt=[1] * 41), "41 tokens; at most 40 fit"),
+    "text without a tokenizer": (dict(prompt="hello"), "there is no tokenizer"),
+    "a stop without a tokenizer": (
+        dict(prompt=[1], params=SamplingParams(stop="x")),
+        "there is no tokenizer",
+    ),
+    "more answers than run at once": (
+        dict(prompt=[1], params=SamplingParams(n=4)),
+        "n=4: at most max_seqs=3",
+    ),
+    "a stop id beyond the vocabulary": (
+        dict(prompt=[1], params=SamplingParams(stop_token_ids=[V])),
+        "stop_token_ids",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", BAD)
+def test_a_bad_request_is_refused_alone_and_nothing_changes(fault):
+    """B22, B107, B108: the others get what they would have got."""
+    llm = engine()
+    good = llm.add([1, 2, 3], SamplingParams(max_tokens=5, temperature=0))
+    request, words = BAD[fault]
+    with pytest.raises(RequestError, match=words):
+        llm.add(**request)
+    with pytest.raises(RequestError, match=words):
+        llm.generate([request["prompt"]], request.get("params"))
+    outputs = []
+    while llm.has_unfinished:
+        outputs += llm.step()
+    assert outputs[-1].request_id == good
+    greedy = SamplingParams(max_tokens=5, temperature=0)
+    assert outputs[-1].outputs[0].token_ids == alone(MODELS["llama"], [1, 2, 3], greedy)
+
+
+def test_one_bad_prompt_of_many_is_named_and_none_is_queued():
+    llm = engine()
+    with pytest.raises(RequestError, match="prompt 1: the prompt has no tokens"):
+        llm.generate([[1], [], [2]])
+    assert not llm.has_unfinished
+
+
+def test_an_id_is_free_again_when_its_request_has_ended():
+    """B112: while it runs it is refused, and the first one is unharmed."""
+    llm = engine()
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    for end in ("finish", "abort"):
+        llm.add([1, 2], params, "mine")
+        with pytest.raises(RequestError, match="'mine': in use"):
+            llm.add([3], params, "mine")
+        if end == "abort":
+            llm.step()
+            aborted = llm.abort("mine")
+            assert aborted.outputs[0].finish_reason == "abort"
+            assert llm.abort("mine") is None and llm.abort("never") is None
+        while llm.has_unfinished:
+            last = llm.step()
+    llm.add([1, 2], params, "mine")
+    while llm.has_unfinished:
+        last = llm.step()
+    assert len(last[0].outputs[0].token_ids) == 4
+
+
+@pytest.mark.parametrize(("length", "got"), [(39, 1), (40, 0)])
+def test_a_prompt_that_fills_the_context(length, got):
+    """B111: one token of room, and none."""
+    (output,) = engine().generate([5] * length, SamplingParams(max_tokens=5, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == got
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_no_tokens_asked_for_is_an_answer_of_none():
+    """B110."""
+    llm = engine()
+    outputs = llm.generate([[1], [2]], SamplingParams(max_tokens=0))
+    assert [o.outputs[0].token_ids for o in outputs] == [[], []]
+    assert all(o.metrics.first_token is None for o in outputs)
+    assert llm.stats["blocks_held"] == 0 and not llm.has_unfinished
+
+
+def test_an_end_as_the_first_token():
+    """B32: one branch ends at once, the other goes on."""
+    model, ended = MODELS["llama"], set()
+    for seed in range(200):
+        params = SamplingParams(max_tokens=6, temperature=2, seed=seed, n=2)
+        (output,) = engine().generate([[1, 2, 3]], params)
+        lengths = tuple(len(one.token_ids) == 1 for one in output.outputs)
+        if any(lengths):
+            ended.add(lengths)
+            for one in output.outputs:
+                assert one.token_ids == alone(model, [1, 2, 3], params, one.index)
+        if ended >= {(True, False), (False, True)}:
+            return
+    pytest.fail(f"seen only {ended}")
+
+
+class Sick:
+    """A model whose rows go bad wherever the token is 59."""
+
+    config, dtype, device = (getattr(MODELS["llama"], a) for a in ("config", "dtype", "device"))
+    logits = staticmethod(MODELS["llama"].logits)
+
+    def __call__(self, ids, view):
+        hidden = MODELS["llama"](ids, view)
+        return hidden.masked_fill((ids == 59)[:, None], torch.nan)
+
+
+def test_nan_logits_end_that_request_alone():
+    """Its neighbours, in the same steps, do not notice."""
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    prompts = [[1, 2], [3, 59], [5, 6]]
+    llm = LLM(Sick(), max_seqs=3, num_blocks=20, block_size=4, max_model_len=40)
+    outputs = llm.generate(prompts, params)
+    assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "length"]
+    for n in (0, 2):
+        expected = alone(MODELS["llama"], prompts[n], params)
+        assert 59 not in expected and outputs[n].outputs[0].token_ids == expected
+    assert outputs[1].outputs[0].token_ids == []
+    assert llm.stats["blocks_held"] == 0 and not llm.has_unfinished
+
+
+def test_times_are_in_order_and_survive_a_preemption():
+    """B93, B95, B96: arrival, scheduled, first, last, finished; a pause is in the gaps alone."""
+    ticks = iter(range(10_000))
+    llm = engine(num_blocks=7, max_batch_tokens=32, clock=lambda: float(next(ticks)))
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    outputs = llm.generate([[1] * 8, [2] * 8], params)
+    assert [o.metrics.preemptions for o in outputs] == [0, 1]
+    for output in outputs:
+        m = output.metrics
+        assert m.arrival <= m.scheduled <= m.first_token <= m.last_token <= m.finished
+    first = [o.metrics.first_token for o in outputs]
+    assert first[0] == first[1]
+
+
+def test_a_prompt_seen_before_is_found_in_the_cache():
+    llm = engine()
+    params = SamplingParams(max_tokens=3, temperature=0)
+    runs = [llm.generate([list(range(12))], params)[0] for _ in range(2)]
+    assert [run.metrics.cached_tokens for run in runs] == [0, 8]
+    assert runs[0].outputs[0].token_ids == runs[1].outputs[0].token_ids
+
+
+def test_the_trace_keeps_the_last_plans():
+    llm = engine(trace=3)
+    llm.generate([[1, 2]], SamplingParams(max_tokens=6, ignore_eos=True))
+    assert [len(plan.chunks) for plan in llm.trace] == [1, 1, 1]
+    assert [plan.chunks[0].start for plan in llm.trace] == [4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (dict(policy="dynamic"), "policy='dynamic': expected 'continuous' or 'static'"),
+        (dict(preemption="never"), "preemption='never'"),
+        (dict(max_seqs=0), "max_seqs=0"),
+        (dict(max_batch_tokens=2), "max_batch_tokens=2: expected a whole number of max_seqs=3"),
+        (dict(max_model_len=500), "max_model_len=500: the model has 128 positions"),
+        (dict(num_blocks=True), "num_blocks=True"),
+        (dict(block_size=1.5), "block_size=1.5"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_by_name(options, words):
+    with pytest.raises(RequestError, match=words):
+        engine(**options)
+
+
+def test_seeds_are_drawn_and_reported():
+    llm = engine()
+    outputs = llm.generate([[1, 2]] * 2, SamplingParams(max_tokens=8))
+    assert outputs[0].seed != outputs[1].seed
+    again = llm.generate([[1, 2]], SamplingParams(max_tokens=8, seed=outputs[0].seed))
+    assert again[0].outputs[0].token_ids == outputs[0].outputs[0].token_ids
+
+
+@pytest.mark.smollm2
+def test_64_mixed_prompts_in_a_third_of_their_need_are_each_what_it_is_alone():
+    """smollm2 in float32, greedy, a pool that has to preempt."""
+    model, tokenizer = load_hf("smollm2", device="cpu"), Tokenizer("smollm2")
+    rng = random.Random(0)
+    prompts = [(PROMPTS[n % 4] + " " + " ".join(str(n) for n in range(n % 7))) for n in range(64)]
+    params = [SamplingParams(max_tokens=rng.choice([4, 6, 8, 30]), temperature=0) for _ in prompts]
+    ids = [tokenizer.encode(prompt) for prompt in prompts]
+    need = sum(-(-(len(i) + p.max_tokens) // 16) for i, p in zip(ids, params, strict=True))
+    llm = LLM(model, tokenizer=tokenizer, max_seqs=64, num_blocks=need // 3, max_model_len=256)
+    outputs = llm.generate(prompts, params)
+    engine = Engine(model)
+    for n, output in enumerate(outputs):
+        solo = list(engine.stream_with(ids[n], params[n]))
+        assert output.outputs[0].token_ids == solo, n
