@@ -6,4 +6,5 @@ only when it is asked for. Its name and sentence stand here, so that help needs 
 
 BENCHES = {
     "peers": "one greedy stream beside transformers: same weights, same prompt, alternating runs",
+    "replay": "one trace in two memories: slots reserved at admission, or blocks as tokens come",
 }
