@@ -13,6 +13,7 @@ import importlib
 import json
 import math
 import os
+import re
 import signal
 import sys
 import threading
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from spindle.decode.logprobs import Logprob
     from spindle.decode.params import SamplingParams
     from spindle.decode.stats import Stats
-    from spindle.decode.stream import Answer
     from spindle.decode.text import TextStream
     from spindle.tokenizer import Tokenizer
 
@@ -41,7 +41,7 @@ EXAMPLES = """examples:
   spindle chat -m smollm2
   spindle doctor
 """
-GENERATE_EXAMPLES = """examples:
+GENERATE_EXAMPLES = r"""examples:
   spindle generate -p "A list is" --temperature 0.7 --top-p 0.9 --seed 1
   printf 'Once upon a time' | spindle generate -m smollm2 -p - -n 100 > story.txt
   spindle generate -m path/to/checkpoint -p "Hello" --json | python -m json.tool
@@ -51,7 +51,7 @@ A stop string is taken as it is: a backslash is a backslash, and $'\n' is the sh
 MODEL is a bundled name (tiny, tiny-draft), a fetched one (smollm2), a directory with config.json,
 *.safetensors and tokenizer.json, or the id of a model on the hub.
 """
-CHAT_EXAMPLES = """examples:
+CHAT_EXAMPLES = r"""examples:
   spindle chat -m smollm2
   spindle chat -m smollm2 --system "Answer in one sentence." --temperature 0.2 --top-p 0.9
   printf 'What is a list?\nAnd a tuple?\n' | spindle chat -m smollm2 -q > answers.txt
@@ -190,7 +190,7 @@ def _add_generate(commands: Any, *shared: argparse.ArgumentParser) -> None:
     add("-m", "--model", default="tiny", help="what to run (default: tiny)")
     add("-p", "--prompt", required=True, help='the text to continue; "-": stdin, to its last byte')
     add("-n", "--max-new-tokens", type=int, default=64, metavar="N", help="tokens (default: 64)")
-    add("--samples", type=int, default=1, metavar="N", help="so many answers, none with --stop")
+    add("--samples", type=int, default=1, metavar="N", help="so many answers, one after another")
     add("--json", action="store_true", help="one object: text, token ids, finish reason, stats")
     add("--logprobs", type=int, default=given, metavar="K", help="with --json: the K likeliest too")
     parser.set_defaults(run=generate)
@@ -250,7 +250,23 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     from spindle import SamplingParams
 
     given = {name: getattr(args, name) for name in SAMPLING if hasattr(args, name)}
-    return SamplingParams(max_tokens=args.max_new_tokens, n=getattr(args, "samples", 1), **given)
+    samples = getattr(args, "samples", 1)
+    try:
+        return SamplingParams(max_tokens=args.max_new_tokens, n=samples, **given)
+    except RequestError as error:
+        raise RequestError(_in_options(str(error))) from None
+
+
+def _in_options(message: str) -> str:
+    """A refusal of SamplingParams in the words of the command line."""
+    names = {"n": "samples", "max_tokens": "max-new-tokens", "stop_token_ids": "stop-token-id"}
+
+    def option(match: re.Match[str]) -> str:
+        return f"--{names.get(match[1], match[1]).replace('_', '-')}{match[2]}"
+
+    return re.sub(r"\b([a-z_]+)(=|: )(?=\S)", option, message, count=1).replace(
+        "max_tokens=", "--max-new-tokens="
+    )
 
 
 def generate(args: argparse.Namespace) -> int:
@@ -259,54 +275,40 @@ def generate(args: argparse.Namespace) -> int:
     if hasattr(args, "logprobs") and not args.json:
         raise RequestError("--logprobs: they are part of the JSON object; expected --json with it")
     params = sampling_params(args)  # refused before anything is loaded
-    if params.n > 1 and params.stop:
-        raise RequestError("--samples with --stop: expected one of them; run it once for each seed")
 
     from spindle import Engine, Tokenizer, load_hf
-    from spindle.decode.text import stream_text
+    from spindle.decode.text import stream_texts
     from spindle.hub import resolve
 
     directory = resolve(args.model)
     tokenizer = Tokenizer(directory)
     ids = tokenizer.encode(prompt)
     engine = Engine(load_hf(directory, args.device, args.dtype), args.max_seq_len)
-    if params.n > 1:
-        _print_several(prompt, ids, engine.answers(ids, params), tokenizer, args)
-        return 0
-    stream = stream_text(engine, tokenizer, ids, params)
-    show_stream(stream, show=not args.json)
+    shown: list[TextStream] = []
+    try:
+        for stream in stream_texts(engine, tokenizer, ids, params):
+            if shown and not args.json:
+                say("\n---\n")
+            shown.append(stream)
+            show_stream(stream, show=not args.json)
+            if stream.finish_reason == "abort":
+                break
+    except KeyboardInterrupt:  # between two answers
+        if not shown:
+            raise
+        shown[-1].close()
     if args.json:
-        answer = _as_object(stream.text, stream, tokenizer)
-        say(json.dumps({"prompt": prompt} | answer) + "\n")
+        outputs = [_as_object(one.text, one, tokenizer) for one in shown]
+        rest = outputs[0] if params.n == 1 else {"outputs": outputs}
+        say(json.dumps({"prompt": prompt} | rest) + "\n")
     else:
-        _end_of_text(stream.text, None if args.quiet else stream.stats.summary())
-    return INTERRUPTED if stream.finish_reason == "abort" else 0
+        summary = "\n".join(one.stats.summary() for one in shown)
+        _end_of_text(shown[-1].text, None if args.quiet else summary)
+    complete = len(shown) == params.n and shown[-1].finish_reason != "abort"
+    return 0 if complete else INTERRUPTED
 
 
-def _print_several(
-    prompt: str,
-    ids: list[int],
-    answers: Sequence[Answer],
-    tokenizer: Tokenizer,
-    args: argparse.Namespace,
-) -> None:
-    """Answers to one prompt, all of them there: a line of --- between two, or one JSON object."""
-    from spindle import StreamDecoder
-
-    outputs = []
-    for answer in answers:
-        decoder = StreamDecoder(tokenizer, prompt_ids=ids)
-        text = "".join(map(decoder.push, answer.token_ids)) + decoder.flush()
-        outputs.append(_as_object(text, answer, tokenizer))
-    if args.json:
-        say(json.dumps({"prompt": prompt, "outputs": outputs}) + "\n")
-        return
-    say("\n---\n".join(output["text"] for output in outputs) + "\n")
-    if not args.quiet:
-        print("\n".join(answer.stats.summary() for answer in answers), file=sys.stderr)
-
-
-def _as_object(text: str, answer: TextStream | Answer, tokenizer: Tokenizer) -> dict[str, Any]:
+def _as_object(text: str, answer: TextStream, tokenizer: Tokenizer) -> dict[str, Any]:
     """One answer for JSON; a log-probability of minus infinity is null, which JSON can say."""
     result: dict[str, Any] = {"text": text, "token_ids": answer.token_ids}
     if answer.logprobs is not None:

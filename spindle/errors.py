@@ -53,3 +53,12 @@ class OutOfBlocks(SpindleError):
 
 class BlockError(SpindleError):
     """A block or a position used against the rules of its pool; nothing has been changed."""
+
+
+def shown(value: object) -> str:
+    """A user's value for a message: its repr, or its type where that is long or cannot be made."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of thousands of digits, an object that will not be printed
+        text = ""
+    return text if 0 < len(text) <= 200 else f"a {type(value).__name__}"

@@ -348,3 +348,71 @@ def visible_keys(layers: int, moves_in: int, stored: int, count: int) -> Tensor:
     """int64 [layers], the keys each layer sees in a step of `count` tokens on top of `stored`."""
     has_moved = torch.arange(layers) >= moves_in  # append comes before gather, in that layer too
     return stored + count * has_moved
+
+
+@check.exercise(
+    "06",
+    inputs=[
+        (1, 0, 134_515_008, 11_520, 4),
+        (8, 0, 100, 3, 2),
+        (1, 5, 100, 3, 2),
+        (8, 5, 100, 3, 2),
+    ],
+)
+def fetched_bytes(rows: int, keys: int, weights: int, kv_numbers: int, number_bytes: int) -> int:
+    """int, the bytes a pass fetches: weights once, and for each row its own keys and values."""
+    return (weights + rows * keys * kv_numbers) * number_bytes
+
+
+@check.exercise("06", inputs=[(4, 29e9, 140e9), (2, 29e9, 140e9), (2, 4.8e12, 989e12)])
+def knee_rows(number_bytes: int, bytes_per_s: float, flops_per_s: float) -> float:
+    """float, the rows at which fetching the weights and multiplying take equal time."""
+    return number_bytes / 2 * flops_per_s / bytes_per_s
+
+
+@check.exercise(
+    "07", inputs=[(0, 5, 4), (4, 1, 4), (5, 3, 4), (5, 4, 4), (0, 16, 16), (31, 34, 16)]
+)
+def blocks_needed(stored: int, new: int, block_size: int) -> int:
+    """int, the blocks to take when `new` tokens come to `stored` ones."""
+    return -(-(stored + new) // block_size) - -(-stored // block_size)
+
+
+@check.exercise(
+    "07",
+    inputs=[(0, 4, (5, 2), 4), (3, 3, (5, 2, 7), 4), (16, 1, (9, 0), 16), (0, 3, (8, 1, 4), 1)],
+)
+def slots_of(start: int, count: int, table: Sequence[int], block_size: int) -> Tensor:
+    """int64 [count], the slots of `count` positions from `start` on."""
+    position = torch.arange(start, start + count)
+    return torch.tensor(table)[position // block_size] * block_size + position % block_size
+
+
+@check.exercise(
+    "08",
+    inputs=[(16, 4, 0, 16), (13, 4, 0, 16), (13, 4, 1, 16), (16, 4, 1, 16), (500, 8, 192, 16)],
+)
+def branch_blocks(prompt: int, answers: int, new: int, block_size: int) -> int:
+    """int, the blocks that all answers to one prompt hold once each has `new` tokens stored."""
+    if new == 0:
+        return -(-prompt // block_size)
+    shared = prompt // block_size  # a block that was not full is written to, by each in its own
+    return shared + answers * (-(-(prompt + new) // block_size) - shared)
+
+
+_TWICE = list(range(100, 116))
+
+
+@check.exercise(
+    "08",
+    inputs=[(_TWICE, [], 4), (_TWICE, _TWICE[:10], 4), (_TWICE, _TWICE, 4), (_TWICE, _TWICE, 16),
+            ([*_TWICE, 7], _TWICE, 16), ([7, *_TWICE[1:]], _TWICE, 4),
+            ([*_TWICE[:5], 7, *_TWICE[6:]], _TWICE, 4)],
+)  # fmt: skip
+def rows_after_hit(prompt: list[int], remembered: list[int], block_size: int) -> int:
+    """int, the rows of `prompt` to compute where the full blocks of `remembered` are known."""
+    found = 0
+    for stop in range(block_size, min(len(prompt) - 1, len(remembered)) + 1, block_size):
+        if prompt[:stop] == remembered[:stop]:
+            found = stop
+    return len(prompt) - found

@@ -21,11 +21,15 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, NullLocator
 
+from spindle.player import Player
+
 __all__ = [
     "COLOURS",
     "Machine",
+    "Player",
     "attention_grid",
     "figure",
+    "panels",
     "roofline_dots",
     "rows_grid",
     "show",
@@ -87,8 +91,16 @@ def figure(
     return fig, ax
 
 
+def panels(width: float, height: float, title: str, count: int, **how: Any) -> tuple[Figure, Any]:
+    """As `figure`, with `count` axes side by side; `how` goes to matplotlib's `subplots`."""
+    style()
+    fig, axes = plt.subplots(1, count, figsize=(width, height), layout="constrained", **how)
+    _claim(fig, title)
+    return fig, axes
+
+
 def _claim(fig: Figure, title: str) -> None:
-    lines = textwrap.fill(title, width=int(fig.get_figwidth() * 9))
+    lines = textwrap.fill(title, width=int(fig.get_figwidth() * 6))  # a phone shows so much
     fig.suptitle(lines, x=0.01, ha="left", fontsize=13, fontweight="bold")
 
 
@@ -128,7 +140,8 @@ def roofline_dots(
     """The book's map: tokens a second against rows in a pass, both bounds, and measured dots.
 
     `dots` are (label, rows, tokens a second) of the reader's run, `recorded` those of another
-    machine or day, drawn grey. The bounds are `machine`'s, and are drawn first.
+    machine or day, drawn grey; a dot with an empty label stands without words. The bounds are
+    `machine`'s, and are drawn first.
     """
     fig, ax = figure(8, 5, title, "rows in a pass", "tokens a second")
     _bounds(ax, machine, max_rows)
@@ -168,6 +181,8 @@ def _bounds(ax: Axes, machine: Machine, max_rows: int) -> None:
 def _dots(ax: Axes, dots: Sequence[tuple[str, float, float]], colour: str, max_rows: int) -> None:
     for label, rows, speed in dots:
         ax.plot([rows], [speed], "o", ms=8, color=colour, zorder=3, label=label)
+        if not label:
+            continue
         left = rows > max_rows / 2
         shift = (-9, -1) if left else (9, -1)
         text = f"{label}: {_short(speed)}"
@@ -273,11 +288,9 @@ def rows_grid(prompt: int, new: int, title: str) -> Figure:
     """
     without = [(0, prompt + step) for step in range(new)]
     cached = [(0, prompt), *((prompt + step - 1, prompt + step) for step in range(1, new))]
-    style()
-    fig, axes = plt.subplots(1, 2, figsize=(8, 4), sharey=True, layout="constrained")
-    _claim(fig, title)
-    panels = [("no cache", without, "compute"), ("a cache", cached, "measured")]
-    for ax, (name, spans, role) in zip(axes, panels, strict=True):
+    fig, axes = panels(8, 4, title, 2, sharey=True)
+    shown = [("no cache", without, "compute"), ("a cache", cached, "measured")]
+    for ax, (name, spans, role) in zip(axes, shown, strict=True):
         _spans(ax, spans, prompt + new - 1, COLOURS[role])
         rows = sum(stop - start for start, stop in spans)
         ax.set_title(f"{name}: {rows:,} rows")

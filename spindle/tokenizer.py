@@ -24,7 +24,7 @@ from typing import Any
 import tokenizers
 
 from spindle.chat_template import DEFAULT, ChatTemplates, read_json
-from spindle.errors import RequestError, TokenizerError
+from spindle.errors import RequestError, TokenizerError, shown
 
 ID_LIMIT = 2**32  # the library counts ids in 32 bits
 
@@ -189,7 +189,7 @@ def check_ids(ids: Iterable[Any], limit: int = ID_LIMIT, start: int = 0) -> list
     for position, value in enumerate(values, start):
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < limit:
             raise RequestError(
-                f"token id {value!r} at position {position}: "
+                f"token id {shown(value)} at position {position}: "
                 f"expected an integer from 0 to {limit - 1}"
             )
     return values

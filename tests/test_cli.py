@@ -157,11 +157,13 @@ def test_a_drawn_seed_is_reported_and_repeats_the_text(
 
 def test_tokens_are_counted_as_they_came(capsys: pytest.CaptureFixture[str]) -> None:
     """B90: not as the text of the answer counts when it is encoded again."""
-    args = ["-p", "A list", "-n", "40", "--temperature", "2", "--seed", "1", "--ignore-eos"]
-    assert cli.main(["generate", "-m", "tiny", *args, "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    again = Tokenizer("tiny").encode(answer["text"])
-    assert answer["stats"]["new_tokens"] == len(answer["token_ids"]) == 40 != len(again)
+    args = ["-p", "A list", "-n", "40", "--temperature", "2", "--ignore-eos", "--samples", "5"]
+    assert cli.main(["generate", "-m", "tiny", *args, "--seed", "1", "--json"]) == 0
+    answers = json.loads(capsys.readouterr().out)["outputs"]
+    for answer in answers:
+        assert answer["stats"]["new_tokens"] == len(answer["token_ids"]) == 40
+    again = [len(Tokenizer("tiny").encode(answer["text"])) for answer in answers]
+    assert any(count != 40 for count in again)
 
 
 def test_an_end_token_stops_the_answer(
@@ -353,10 +355,19 @@ def test_several_answers_to_one_prompt(
     command = ["generate", "-m", str(checkpoint), *args, "--samples", "3"]
     assert cli.main(command) == 0
     out, err = capsys.readouterr()
-    assert out == "\n---\n".join(output["text"] for output in several["outputs"]) + "\n"
-    assert err.count("9 tokens after a prompt of 2") == err.count("\n") == 3
+    assert out == "\n---\n".join(output["text"] for output in several["outputs"])
+    assert err.count("9 tokens after a prompt of 2") == err.strip("\n").count("\n") + 1 == 3
     assert cli.main([*command, "-q"]) == 0
     assert capsys.readouterr() == (out, "")
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_an_example_in_the_help_can_be_copied(command, capsys: pytest.CaptureFixture[str]) -> None:
+    """A newline in a shell's string is written as backslash and n."""
+    assert cli.main([command, "--help"]) == 0
+    examples = capsys.readouterr().out.partition("examples:")[2].partition("\n\n")[0]
+    assert "\\n" in examples
+    assert all(line.count("'") % 2 == 0 for line in examples.splitlines())
 
 
 # Processes, pipes and signals.
@@ -393,6 +404,24 @@ def test_a_full_disk_is_one_line(checkpoint: Path) -> None:
         run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=ENVIRONMENT)
     assert run.returncode == 2
     assert run.stderr.decode() == "spindle: error: stdout: No space left on device\n"
+
+
+def test_ctrl_c_keeps_the_answers_that_were_there(checkpoint: Path) -> None:
+    """Of several, the one that is running ends after its token, and no other begins."""
+    args = ["-p", "a", "-n", "40", "--ignore-eos", "--samples", "128", "--seed", "1"]
+    command = [sys.executable, "-m", "spindle", "generate", "-m", str(checkpoint), *args]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "bufsize": 0}
+    with subprocess.Popen(command, **pipes, env=ENVIRONMENT) as run:
+        out = b""
+        while b"\n---\n" not in out:  # the second answer is coming
+            out += run.stdout.read(1)
+        run.send_signal(signal.SIGINT)
+        rest, err = run.communicate(timeout=60)
+    assert run.returncode == 130
+    shown = (out + rest).split(b"\n---\n")
+    assert 2 <= len(shown) < 128
+    summaries = err.decode().strip("\n").splitlines()
+    assert len(summaries) == len(shown) and summaries[0].startswith("40 tokens")
 
 
 def test_ctrl_c_keeps_what_was_generated(checkpoint: Path) -> None:
@@ -526,31 +555,30 @@ def one_error(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 BAD_SAMPLING = [
-    ("--temperature", "-1", "temperature=-1.0"),
-    ("--temperature", "nan", "temperature=nan"),
-    ("--temperature", "inf", "temperature=inf"),
-    ("--temperature", "1e30", "temperature=1e+30"),
-    ("--top-p", "-1", "top_p=-1.0"),
-    ("--top-p", "1.5", "top_p=1.5"),
-    ("--top-p", "nan", "top_p=nan"),
-    ("--top-k", "-2", "top_k=-2"),
-    ("--min-p", "2", "min_p=2.0"),
-    ("--seed", "-1", "seed=-1"),
-    ("--seed", str(2**63), f"seed={2**63}"),
-    ("--seed", str(2**64), f"seed={2**64}"),
-    ("-n", "-1", "max_tokens=-1"),
-    ("--presence-penalty", "2.5", "presence_penalty=2.5"),
-    ("--frequency-penalty", "-3", "frequency_penalty=-3.0"),
-    ("--repetition-penalty", "0", "repetition_penalty=0.0"),
-    ("--min-tokens", "65", "min_tokens=65"),
-    ("--samples", "0", "n=0"),
+    ("--temperature", "-1", "--temperature=-1.0"),
+    ("--temperature", "nan", "--temperature=nan"),
+    ("--temperature", "inf", "--temperature=inf"),
+    ("--temperature", "1e30", "--temperature=1e+30"),
+    ("--top-p", "-1", "--top-p=-1.0"),
+    ("--top-p", "1.5", "--top-p=1.5"),
+    ("--top-p", "nan", "--top-p=nan"),
+    ("--top-k", "-2", "--top-k=-2"),
+    ("--min-p", "2", "--min-p=2.0"),
+    ("--seed", "-1", "--seed=-1"),
+    ("--seed", str(2**63), f"--seed={2**63}"),
+    ("--seed", str(2**64), f"--seed={2**64}"),
+    ("-n", "-1", "--max-new-tokens=-1"),
+    ("--presence-penalty", "2.5", "--presence-penalty=2.5"),
+    ("--frequency-penalty", "-3", "--frequency-penalty=-3.0"),
+    ("--repetition-penalty", "0", "--repetition-penalty=0.0"),
+    ("--min-tokens", "65", "--min-tokens=65"),
+    ("--samples", "0", "--samples=0"),
 ]
 OTHER_WORDS = [
-    (["--stop", ""], "stop: '' at position 0: expected a string that is not empty"),
-    (["--stop-token-id", "-1"], "stop_token_ids: token id -1 at position 0"),
-    (["--logprobs", "21", "--json"], "logprobs=21: expected a whole number from 0 to 20"),
-    (["--samples", "2", "--temperature", "0"], "n=2: expected 1 at temperature=0"),
-    (["--samples", "2", "--stop", "x"], "--samples with --stop: expected one of them"),
+    (["--stop", ""], "--stop: '' at position 0: expected a string, not empty"),
+    (["--stop-token-id", "-1"], "--stop-token-id: token id -1 at position 0"),
+    (["--logprobs", "21", "--json"], "--logprobs=21: expected a whole number from 0 to 20"),
+    (["--samples", "2", "--temperature", "0"], "--samples=2: expected 1 at temperature=0"),
 ]
 
 

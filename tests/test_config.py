@@ -478,6 +478,9 @@ TABLES: dict[str, dict[str, Any]] = {
     "yarn, factor of null": dict(rope_type="yarn", **YARN | dict(factor=None)),
     "yarn, a factor below 1": dict(rope_type="yarn", **YARN | dict(factor=0.5)),
     "yarn, nothing turns": dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=2),
+    "yarn, one pair between": dict(
+        rope_type="yarn", factor=4.0, original_max_position_embeddings=6
+    ),
     "yarn, everything turns": dict(
         rope_type="yarn", rope_theta=2.0, factor=4.0, original_max_position_embeddings=10**9
     ),
@@ -534,6 +537,8 @@ def test_dynamic_rope_ends_at_the_original_length():
     stated = dynamic | {"original_max_position_embeddings": 64}
     shorter = ModelConfig.from_dict(LLAMA | {"rope_parameters": stated})
     assert shorter.max_positions == 64 and "beyond 64," in shorter.positions_in_words()
+    longer = dynamic | {"original_max_position_embeddings": 256}  # than the positions there are
+    assert ModelConfig.from_dict(LLAMA | {"rope_parameters": longer}).max_positions == 128
     plain = ModelConfig.from_dict(LLAMA)
     assert plain.positions_in_words() == "128 positions"
     assert ModelConfig.from_dict(GPT2).positions_in_words() == "128 positions"

@@ -251,7 +251,7 @@ def test_one_token_and_as_many_as_fit(model):
 @pytest.mark.parametrize("wrong", [-1, 1.5, "5", True, 2**63, math.nan])
 def test_a_bad_number_of_tokens_is_refused(model, wrong):
     """B110: -1 is no way to say all; None is."""
-    with pytest.raises(RequestError, match=r"max_tokens=.*0 or more, or None"):
+    with pytest.raises(RequestError, match=r"max_new_tokens=.*0 or more, or None"):
         Engine(model).generate(PROMPT, wrong)
 
 

@@ -254,6 +254,31 @@ def test_linear_writes_its_result_and_nothing_beside_it(N, monkeypatch):
     assert (around[:N] == 7).all() and (around[14 * N :] == 7).all()
 
 
+WRONG = {
+    "float16": torch.zeros(2, 48, dtype=torch.float16),
+    "float64": torch.zeros(2, 48, dtype=torch.float64),
+    "int64": torch.zeros(2, 48, dtype=torch.int64),
+    "too narrow": torch.zeros(2, 40),
+    "too wide": torch.zeros(2, 64),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_linear_refuses_what_native_code_would_read_wrongly(form, fault):
+    weight = kernels.pack(torch.zeros(64, 48))
+    with pytest.raises(TypeError, match=r"linear: x is .*, its weight is torch.float32 \[64, 48\]"):
+        kernels.linear(WRONG[fault], weight)
+
+
+def test_pack_refuses_a_bias_that_does_not_fit_and_reads_a_strided_one(form):
+    for bias in (torch.zeros(63), torch.zeros(64, dtype=torch.float64)):
+        with pytest.raises(TypeError, match="pack: the bias is"):
+            kernels.pack(torch.zeros(64, 48), bias)
+    strided = torch.arange(128.0)[::2]
+    y = kernels.linear(torch.zeros(1, 48), kernels.pack(torch.zeros(64, 48), strided))
+    assert torch.equal(y[0], strided)
+
+
 def test_linear_takes_no_rows_and_strided_rows(form):
     """No row of a step may be up for sampling; and rows may be columns of something wider."""
     weight = kernels.pack(random(6, 8, dtype=torch.float32))
@@ -322,10 +347,10 @@ def test_without_a_compiler_another_form_does_the_work_and_the_words_say_why(tmp
 
 @on_linux
 def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path):
-    broken = fake_compiler(tmp_path, 'echo "cc1plus: out of luck" >&2; exit 3')
+    broken = fake_compiler(tmp_path, "printf 'cc1plus: out of luck \\377' >&2; exit 3")
     lines = in_a_process(WHICH_FORM, CXX=broken, SPINDLE_CACHE=str(tmp_path / "cache"))
     assert lines[1] == "[[3.0, 12.0]]"
-    assert lines[2] == f"{broken} failed with status 3: cc1plus: out of luck"
+    assert lines[2] == f"{broken} failed with status 3: cc1plus: out of luck \ufffd"
     assert not list((tmp_path / "cache" / "build").iterdir())
 
 
@@ -353,15 +378,35 @@ def test_a_library_is_built_once_and_found_again(tmp_path):
 
 
 @on_linux
-def test_a_damaged_library_is_replaced_by_another_form(tmp_path):
-    """What dlopen cannot read must not end the program."""
+@pytest.mark.parametrize("kept", [0, 3000])
+def test_a_damaged_library_is_built_again(tmp_path, kept):
+    """One that is cut off would be mapped beyond its end, and end the process with SIGBUS."""
     if build.compiler() is None:
         pytest.skip("no C++ compiler")
     in_a_process(WHICH_FORM, SPINDLE_CACHE=str(tmp_path))
     (made,) = (tmp_path / "build").iterdir()
-    made.write_bytes(b"")
+    whole = made.stat().st_size
+    os.truncate(made, kept)
     lines = in_a_process(WHICH_FORM, SPINDLE_CACHE=str(tmp_path))
-    assert lines[1] == "[[3.0, 12.0]]" and str(made) in lines[2]
+    assert lines == ["panels", "[[3.0, 12.0]]", "None"]
+    assert made.stat().st_size == whole
+
+
+@on_linux
+def test_a_library_is_for_one_processor_compiler_and_source(monkeypatch):
+    """Its name holds all that its machine code depends on: a cache may be shared by machines."""
+    if build.compiler() is None:
+        pytest.skip("no C++ compiler")
+    places = [build.place("cpu")]
+    for name, value in (
+        ("_processor", lambda: b"another"),
+        ("_version", lambda command: b"another"),
+        ("FLAGS", ["-O0"]),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(build, name, value)
+            places.append(build.place("cpu"))
+    assert len(set(places)) == 4 and build.place("cpu") == places[0]
 
 
 @on_linux

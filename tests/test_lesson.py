@@ -194,6 +194,18 @@ def top_p_by(rule):
     return answer
 
 
+def common(prompt, remembered):
+    """Tokens with which both begin."""
+    pairs = enumerate(zip(prompt, remembered, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(prompt), len(remembered)))
+
+
+def alone(prompt, remembered, P):
+    """Tokens of the full blocks that are anywhere in the other, whatever stands before them."""
+    known = [remembered[at : at + P] for at in range(0, len(remembered) // P * P, P)]
+    return sum(P for at in range(0, (len(prompt) - 1) // P * P, P) if prompt[at : at + P] in known)
+
+
 WRONG: list[tuple[str, str, Callable]] = [
     ("causal_mask", "forgets start", lambda T, S, start: see(T, S, 0)),
     ("causal_mask", "hides itself", lambda T, S, start: see(T, S, start - 1)),
@@ -233,6 +245,21 @@ WRONG: list[tuple[str, str, Callable]] = [
     ("visible_keys", "gathers first", lambda L, m, s, n: s + n * (torch.arange(L) > m)),
     ("visible_keys", "the other layers", lambda L, m, s, n: s + n * (torch.arange(L) <= m)),
     ("visible_keys", "always the last", lambda L, m, s, n: s + n * (torch.arange(L) == L - 1)),
+    ("branch_blocks", "a copy for everybody", lambda p, n, new, P: n * -(-(p + new) // P)),
+    ("branch_blocks", "shares what is written", lambda p, n, new, P: -(-p // P) + n * -(-new // P)),
+    (
+        "branch_blocks",
+        "copies unasked",
+        lambda p, n, new, P: p // P + n * (-(-(p + new) // P) - p // P),
+    ),
+    ("rows_after_hit", "all but the last", lambda p, r, P: len(p) - min(len(p) - 1, common(p, r))),
+    ("rows_after_hit", "all of it", lambda p, r, P: len(p) - common(p, r) // P * P),
+    ("rows_after_hit", "each block for itself", lambda p, r, P: len(p) - alone(p, r, P)),
+    (
+        "rows_after_hit",
+        "never mind the text",
+        lambda p, r, P: len(p) - min(len(p) - 1, len(r)) // P * P,
+    ),
 ]
 
 
@@ -286,6 +313,47 @@ def test_the_numbers_of_chapter_04_by_hand():
     assert check.cache_bytes.right(1, 30, 3, 64, 4) == 46_080  # SmolLM2-135M, one token, float32
 
 
+def test_the_numbers_of_chapter_06_by_hand():
+    # Eight rows at ten keys each, two numbers a key, one byte a number, beside a hundred weights.
+    assert check.fetched_bytes.right(8, 10, 100, 2, 1) == 260
+    # Ten bytes and a hundred FLOPs a second; a weight of one byte is two FLOPs for each row.
+    assert check.knee_rows.right(1, 10, 100) == 5
+
+
+def test_the_exercises_of_07_refuse_plausible_wrong_answers(capsys):
+    def ceiling_of_the_new(stored, new, block_size):
+        return -(-new // block_size)
+
+    def always_one(stored, new, block_size):
+        return 1
+
+    def in_one_piece(start, count, table, block_size):
+        return table[0] * block_size + start + torch.arange(count)
+
+    def off_by_one(start, count, table, block_size):
+        p = torch.arange(start, start + count)
+        return torch.tensor(table)[(p - 1) // block_size] * block_size + p % block_size
+
+    def from_the_start(start, count, table, block_size):
+        return check.slots_of.right(0, count, table, block_size)
+
+    for wrong in (ceiling_of_the_new, always_one):
+        assert verdict(check.blocks_needed, wrong, capsys).startswith("not yet: ")
+    for wrong in (in_one_piece, off_by_one, from_the_start):
+        assert verdict(check.slots_of, wrong, capsys).startswith("not yet: ")
+
+
+def test_the_exercises_of_06_refuse_plausible_wrong_answers(capsys):
+    def shared_texts(rows, keys, weights, kv_numbers, number_bytes):
+        return (weights + keys * kv_numbers) * number_bytes
+
+    def one_flop_a_weight(number_bytes, bytes_per_s, flops_per_s):
+        return number_bytes * flops_per_s / bytes_per_s
+
+    assert verdict(check.fetched_bytes, shared_texts, capsys).startswith("not yet: ")
+    assert verdict(check.knee_rows, one_flop_a_weight, capsys).startswith("not yet: ")
+
+
 def test_an_unknown_exercise_is_refused_with_the_known_ones():
     with pytest.raises(AttributeError, match="no exercise 'mask'; there are attention, "):
         _ = check.mask
@@ -293,7 +361,7 @@ def test_an_unknown_exercise_is_refused_with_the_known_ones():
 
 def test_every_exercise_belongs_to_a_chapter():
     chapters = {getattr(check, name).chapter for name in dir(check)}
-    assert chapters == {"00", "01", "02", "03", "04", "05"}
+    assert chapters == {"00", "01", "02", "03", "04", "05", "06", "08", "07"}
 
 
 def test_the_smallest_lead_is_that_of_the_closest_choice():

@@ -390,11 +390,13 @@ def test_64_mixed_prompts_in_a_third_of_their_need_are_each_what_it_is_alone():
     model, tokenizer = load_hf("smollm2", device="cpu"), Tokenizer("smollm2")
     rng = random.Random(0)
     prompts = [(PROMPTS[n % 4] + " " + " ".join(str(n) for n in range(n % 7))) for n in range(64)]
-    params = [SamplingParams(max_tokens=rng.choice([4, 6, 8, 30]), temperature=0) for _ in prompts]
+    params = [SamplingParams(max_tokens=rng.choice([2, 2, 8, 14]), temperature=0) for _ in prompts]
     ids = [tokenizer.encode(prompt) for prompt in prompts]
-    need = sum(-(-(len(i) + p.max_tokens) // 16) for i, p in zip(ids, params, strict=True))
-    llm = LLM(model, tokenizer=tokenizer, max_seqs=64, num_blocks=need // 3, max_model_len=256)
+    need = sum(-(-(len(i) + p.max_tokens) // 2) for i, p in zip(ids, params, strict=True))
+    options = dict(max_seqs=64, block_size=2, num_blocks=need // 3, max_model_len=64)
+    llm = LLM(model, tokenizer=tokenizer, **options)
     outputs = llm.generate(prompts, params)
+    assert sum(output.metrics.preemptions for output in outputs) > 0
     engine = Engine(model)
     for n, output in enumerate(outputs):
         solo = list(engine.stream_with(ids[n], params[n]))

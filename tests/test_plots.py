@@ -81,6 +81,12 @@ def test_no_dot_falls_off_the_map():
     assert low < 0.5 and high > 2_000.0
 
 
+def test_panels_stand_under_one_claim():
+    fig, axes = plots.panels(8, 4, "Two ways", 2, sharey=True)
+    assert "Two ways" in said(fig) and len(axes) == 2
+    assert axes[0].get_shared_y_axes().joined(axes[0], axes[1])
+
+
 def test_rows_grid_counts_what_chapter_04_counts():
     fig = plots.rows_grid(16, 64, "The same rows again")
     assert {"no cache: 3,040 rows", "a cache: 79 rows", "The same rows again"} <= set(said(fig))
@@ -102,6 +108,13 @@ def test_token_strip_shows_every_piece_over_its_id_in_its_colour():
     assert said(fig)[:6] == ["The", "464", "·cap", "3139", "↵", "198"]
     boxes = [box for box in fig.axes[0].patches if isinstance(box, Rectangle)]
     assert [matplotlib.colors.to_hex(box.get_facecolor()).upper() for box in boxes] == colours
+
+
+def test_the_map_draws_a_dot_with_an_empty_label_without_words():
+    fig = plots.roofline_dots([("one", 1, 15.0), ("", 2, 29.0)], MACHINE, "A claim")
+    silent = [line for line in fig.axes[0].lines if list(line.get_xdata()) == [2]]
+    assert len(silent) == 1 and silent[0].get_color() == plots.COLOURS["measured"]
+    assert "one: 15" in said(fig) and not [text for text in said(fig) if "29" in text]
 
 
 def test_attention_grid_fills_what_may_be_seen():

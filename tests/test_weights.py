@@ -465,6 +465,17 @@ def test_a_name_that_is_no_model_is_refused():
 # --- where and in what ---------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "strange", [2**63, 10**5000, [1, 2], object()], ids=lambda x: type(x).__name__
+)
+def test_a_device_or_dtype_of_any_kind_is_refused_in_words(strange):
+    with pytest.raises(RequestError, match=r"^device .*: expected 'auto', 'cpu' or 'cuda'"):
+        pick_device(strange)
+    config = ModelConfig.from_dict(GPT2)
+    with pytest.raises(RequestError, match=r"^dtype .*: expected 'auto' or one of"):
+        pick_dtype(strange, torch.device("cpu"), config)
+
+
 def test_auto_is_float32_on_a_cpu_and_the_files_own_on_a_gpu():
     config = ModelConfig.from_dict(GPT2 | {"dtype": "bfloat16"})
     cpu, gpu = torch.device("cpu"), torch.device("cuda")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import Any, NoReturn
@@ -16,7 +16,7 @@ from spindle.decode.penalties import Prefix
 from spindle.decode.sampling import SamplingRows, sample
 from spindle.decode.stats import Stats
 from spindle.decode.stream import Answer, Stream
-from spindle.errors import NumericsError, RequestError
+from spindle.errors import NumericsError, RequestError, shown
 from spindle.kvcache.contiguous import ContiguousKV
 from spindle.kvcache.index import StepIndex
 from spindle.model.layers import Model
@@ -89,7 +89,11 @@ class Engine:
         for name in sampling:
             if name not in (*OPTIONS, "n", "stop"):  # those two are refused with a better word
                 raise RequestError(f"{name}: no such option; expected one of {', '.join(OPTIONS)}")
-        return self.stream_with(ids, SamplingParams(max_tokens=max_new_tokens, **sampling))
+        try:
+            params = SamplingParams(max_tokens=max_new_tokens, **sampling)
+        except RequestError as error:  # in the words of the caller
+            raise RequestError(str(error).replace("max_tokens", "max_new_tokens")) from None
+        return self.stream_with(ids, params)
 
     def stream_with(self, ids: Iterable[int], params: SamplingParams) -> Stream:
         """Like `stream`, for parameters that are made already. RequestError: `n` or `stop`."""
@@ -104,6 +108,10 @@ class Engine:
         They come one after another, and the stats of each begin with its turn. Raises RequestError
         before anything runs, NumericsError if nothing can be sampled.
         """
+        return [Answer.of(stream) for stream in self.streams(ids, params)]
+
+    def streams(self, ids: Iterable[int], params: SamplingParams) -> Iterator[Stream]:
+        """The same answers as streams: one is run to its end, or closed, before the next."""
         prompt, params = self._checked(ids), self._checked_params(params)
         after_prompt: list[Tensor] = []
 
@@ -113,8 +121,7 @@ class Engine:
             self.length = len(prompt)  # to rewind is to be shorter; the rest is written anew
             return after_prompt[0]
 
-        streams = (self._stream(prompt, params, sample, start) for sample in range(params.n))
-        return [Answer.of(stream) for stream in streams]
+        return (self._stream(prompt, params, sample, start) for sample in range(params.n))
 
     def _stream(
         self, prompt: list[int], params: SamplingParams, sample: int, start: Callable[[], Tensor]
@@ -243,5 +250,5 @@ class _Run:
 
 def _length(name: str, value: object) -> int:
     if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-        raise RequestError(f"{name}={value!r}: expected a whole number of 1 or more")
+        raise RequestError(f"{name}={shown(value)}: expected a whole number of 1 or more")
     return int(value)

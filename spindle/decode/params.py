@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
 
-from spindle.errors import RequestError
+from spindle.errors import RequestError, shown
 from spindle.tokenizer import check_ids
 
 MAX_N = 128  # answers to one prompt
@@ -122,13 +122,14 @@ class SamplingParams:
         for position, stop in enumerate(stops):
             if not isinstance(stop, str) or not stop:
                 raise RequestError(
-                    f"stop: {stop!r} at position {position}: expected a string that is not empty"
+                    f"stop: {shown(stop)} at position {position}: expected a string, not empty"
                 )
         return tuple(stops)
 
     def _stop_ids(self) -> tuple[int, ...]:
         ids: Any = () if self.stop_token_ids is None else self.stop_token_ids
-        if not hasattr(ids, "__len__"):
+        unordered = isinstance(ids, str | bytes | bytearray | memoryview | Mapping | Set)
+        if unordered or not hasattr(ids, "__len__") or getattr(ids, "ndim", 1) != 1:
             self._refuse("stop_token_ids", "a list of token ids, or None")
         if len(ids) > MAX_STOP_IDS:
             raise RequestError(f"stop_token_ids: {len(ids)} ids; expected at most {MAX_STOP_IDS}")
@@ -138,7 +139,7 @@ class SamplingParams:
             raise RequestError(f"stop_token_ids: {error}") from None
 
     def _refuse(self, field: str, right: str) -> None:
-        raise RequestError(f"{field}={getattr(self, field)!r}: expected {right}")
+        raise RequestError(f"{field}={shown(getattr(self, field))}: expected {right}")
 
     def _set(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)

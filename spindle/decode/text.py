@@ -29,6 +29,24 @@ def stream_text(
     return TextStream(stream, AnswerText(decoder, params.stop or (), params.min_tokens))
 
 
+def stream_texts(
+    engine: Engine, tokenizer: Tokenizer, prompt: str | Sequence[int], params: SamplingParams
+) -> Iterator[TextStream]:
+    """The `params.n` answers to a prompt, one after another: each is run, or closed, in its turn.
+
+    The prompt is run once. Raises RequestError before anything runs.
+    """
+    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    streams = engine.streams(ids, replace(params, stop=None))
+
+    def texts() -> Iterator[TextStream]:
+        for stream in streams:
+            decoder = StreamDecoder(tokenizer, prompt_ids=stream.prompt_ids)
+            yield TextStream(stream, AnswerText(decoder, params.stop or (), params.min_tokens))
+
+    return texts()
+
+
 class TextStream(Iterator[str]):
     """The text of one answer: a delta a token, maybe empty, and what was held back at the end.
 

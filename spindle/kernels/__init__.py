@@ -43,7 +43,13 @@ __all__ = [
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
-    """x [T, K] times weight [N, K] transposed, plus its bias -> [T, N]."""
+    """x [T, K] times weight [N, K] transposed, plus its bias -> [T, N].
+
+    TypeError: x is of another width or dtype. (Native code would read beyond it.)
+    """
+    if x.shape[1] != weight.shape[1] or x.dtype != weight.dtype:
+        got, want = f"{x.dtype} {list(x.shape)}", f"{weight.dtype} {list(weight.shape)}"
+        raise TypeError(f"linear: x is {got}, its weight is {want}")
     if weight.panels is not None:
         return native.linear(x, weight.panels, weight.bias, weight.shape[0])
     if weight.onednn is not None:
@@ -57,5 +63,8 @@ def paged_attend(
 ) -> Tensor:
     """One query a row [R, H, D] over that row's keys, found through tables [R, B] of blocks."""
     if q.device.type == "cpu" and q.dtype == torch.float32 and native.available():
-        return native.paged_attend(q.contiguous(), keys, values, tables, lengths, scale)
+        if keys.dtype != q.dtype or values.dtype != q.dtype or tables.dtype != lengths.dtype:
+            raise TypeError(f"paged_attend: q is {q.dtype}, keys and values are {keys.dtype}")
+        q, keys, values, tables = (x.contiguous() for x in (q, keys, values, tables))
+        return native.paged_attend(q, keys, values, tables, lengths.contiguous(), scale)
     return twins.paged_attend(q, keys, values, tables, lengths, scale)

@@ -35,10 +35,10 @@ def library(name: str) -> ctypes.CDLL | None:
     """
     try:
         path = _target(name)
-        if not path.exists():
+        if not _is_whole(path):
             _compile(SOURCES / f"{name}.cpp", path)
         return ctypes.CDLL(str(path))
-    except (OSError, _NotBuilt) as cause:
+    except (OSError, subprocess.TimeoutExpired, _NotBuilt) as cause:
         _reasons[name] = str(cause)
         return None
 
@@ -101,12 +101,29 @@ def _compile(source: Path, target: Path) -> None:
         # set of threads, and each would wait for the other's.
         folder_of_openmp = f"-Wl,-rpath,{Path(_openmp()).parent}"
         _run([command, "-shared", str(unit), _openmp(), folder_of_openmp, "-o", str(made)])
+        _seal(made)
         os.replace(made, target)
+
+
+def _seal(library: Path) -> None:
+    """End the file with the hash of what is before: the loader reads no further than it must."""
+    content = library.read_bytes()
+    library.write_bytes(content + hashlib.sha256(content).digest())
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether the file is there as it was sealed; one that was cut off would end the process."""
+    if not library.exists():
+        return False
+    content = library.read_bytes()
+    return content[-32:] == hashlib.sha256(content[:-32]).digest()
 
 
 def _run(command: list[str]) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S
+        )
     except subprocess.TimeoutExpired:
         raise _NotBuilt(f"{command[0]} took more than {TIMEOUT_S} s") from None
     if done.returncode:

@@ -29,7 +29,7 @@ class Weight:
     for which oneDNN gives a row the bits that it has in any larger batch.
     """
 
-    __slots__ = ("bias", "min_rows", "onednn", "panels", "plain", "shape")
+    __slots__ = ("bias", "dtype", "min_rows", "onednn", "panels", "plain", "shape")
 
     def __init__(
         self,
@@ -42,11 +42,19 @@ class Weight:
     ) -> None:
         self.shape, self.bias = tuple(shape), bias
         self.plain, self.panels, self.onednn = plain, panels, onednn
+        self.dtype = plain.dtype if plain is not None else torch.float32
         self.min_rows = 1
 
 
 def pack(weight: Tensor, bias: Tensor | None = None) -> Weight:
-    """Weight [N, K] and bias [N] in the form for their device: a copy, whatever form it is."""
+    """Weight [N, K] and bias [N] in the form for their device: a copy, whatever form it is.
+
+    TypeError: a bias of another length or dtype.
+    """
+    if bias is not None:
+        if bias.shape != weight.shape[:1] or bias.dtype != weight.dtype:
+            raise TypeError(f"pack: the bias is {bias.dtype} {list(bias.shape)}")
+        bias = bias.contiguous()
     if not packs(weight):
         plain = weight.clone(memory_format=torch.contiguous_format)
         return Weight(weight.shape, bias, plain=plain)

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from spindle.config import ModelConfig, read_json
-from spindle.errors import CheckpointError, RequestError
+from spindle.errors import CheckpointError, RequestError, shown
 from spindle.kernels import Weight, pack
 from spindle.model.gpt2 import GPT2
 from spindle.model.layers import Model, Source
@@ -62,12 +62,12 @@ def load(directory: Path, config: ModelConfig, dtype: torch.dtype, device: torch
 
 def pick_device(device: str | torch.device = "auto") -> torch.device:
     """The device asked for, or the best one here; a RequestError in words if it cannot be had."""
-    if str(device) == "auto":
+    if isinstance(device, str) and device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         place = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise RequestError(f"device {device!r}: expected 'auto', 'cpu' or 'cuda'") from None
+    except (RuntimeError, TypeError, ValueError, OverflowError):
+        raise RequestError(f"device {shown(device)}: expected 'auto', 'cpu' or 'cuda'") from None
     seen = torch.cuda.device_count()
     if place.type == "cuda" and (place.index or 0) >= seen:
         raise RequestError(f"device {str(device)!r}: torch sees {seen or 'no'} CUDA GPU here")
@@ -83,12 +83,12 @@ def pick_device(device: str | torch.device = "auto") -> torch.device:
 
 def pick_dtype(dtype: str | torch.dtype, device: torch.device, config: ModelConfig) -> torch.dtype:
     """The dtype asked for; "auto" is float32 on a CPU, the checkpoint's on a GPU."""
-    if dtype == "auto":
+    if isinstance(dtype, str) and dtype == "auto":
         stored = DTYPES.get(str(config.dtype), torch.float32)
         return torch.float32 if device.type == "cpu" else stored
-    found = DTYPES.get(str(dtype).removeprefix("torch."))
+    found = DTYPES.get(shown(dtype).strip("'").removeprefix("torch."))
     if found is None:
-        raise RequestError(f"dtype {dtype!r}: expected 'auto' or one of {', '.join(DTYPES)}")
+        raise RequestError(f"dtype {shown(dtype)}: expected 'auto' or one of {', '.join(DTYPES)}")
     return found
 
 
