@@ -47,7 +47,8 @@ class OutOfBlocks(SpindleError):
     """A pool with fewer blocks to take than are `needed`; `free` and `total` are counts too."""
 
     def __init__(self, needed: int, free: int, total: int) -> None:
-        super().__init__(f"{needed} blocks needed, {free} of {total} free; nothing was taken")
+        words = "block" if needed == 1 else "blocks"
+        super().__init__(f"{needed} {words} needed, {free} of {total} free; nothing was taken")
         self.needed, self.free, self.total = needed, free, total
 
 
