@@ -446,8 +446,13 @@ FAULTS = {
     "a backward step": (lambda pool: BlockTable(pool).reserve(2, 1), "positions 2 to 1"),
     "tokens without slots": (
         lambda pool: BlockTable(pool).commit([1]),
-        "1 tokens: the table ends at 0",
+        "1 tokens to remember: 1 are given, and the table ends at 0",
     ),
+    "more tokens than given": (
+        lambda pool: BlockTable(pool).commit([], 1),
+        "1 tokens to remember: 0 are given",
+    ),
+    "less than nothing": (lambda pool: pool.take(-1), "-1 blocks: expected 0 or more"),
     "no blocks": (lambda pool: BlockPool(0, 4), "0 blocks of 4"),
     "no slots": (lambda pool: BlockPool(4, 0), "4 blocks of 0"),
 }
@@ -491,6 +496,14 @@ def test_a_move_keeps_what_is_shared_shared():
     assert len(copies) == 3 and host.free == 0 and pool.free == 8
     host.check(moved)
     pool.check([parent, twin])
+
+
+def test_a_move_goes_to_blocks_of_the_same_size():
+    table = BlockTable(BlockPool(8, 4))
+    table.reserve(0, 8)
+    with pytest.raises(BlockError, match="blocks of 4 into a pool of 2"):
+        move([table], BlockPool(8, 2))
+    assert len(table.blocks) == 2
 
 
 def test_a_move_that_does_not_fit_changes_nothing():

@@ -95,8 +95,6 @@ def traffic(draw):
 def test_together_is_alone(requests, name, size, seqs, budget, spare, preemption, cache, policy):
     """B05, B15, B23, B24, B29, B30, B56, B60: and when all have ended, nothing is held."""
     model = MODELS[name]
-    if policy == "static":
-        requests = [(at, prompt, replace(params, n=1)) for at, prompt, params in requests]
     longest = max(len(prompt) + params.max_tokens for _, prompt, params in requests)
     llm = LLM(
         model,
@@ -195,6 +193,71 @@ def test_closing_a_stream_aborts_its_request_and_no_other(tiny):
         done |= {output.request_id: output for output in llm.step()}
     assert len(done[other].outputs[0].token_ids) == 9
     assert llm.stats["blocks_held"] == 0
+
+
+def test_two_streams_and_a_generate_step_the_engine_for_each_other():
+    """Whoever steps: nobody's tokens, and nobody's end, are lost."""
+    llm = engine()
+    each = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (8, 5, 3)]
+    expected = [alone(MODELS["llama"], [n + 1], params) for n, params in enumerate(each)]
+    added = llm.add([3], each[2])
+    streams = [llm.stream([n + 1], each[n]) for n in range(2)]
+    got = [[next(stream)] for stream in streams]
+    (output,) = llm.generate([[3]], each[2])
+    assert output.outputs[0].token_ids == expected[2]
+    for stream, deltas in zip(streams, got, strict=True):
+        deltas += list(stream)
+    for deltas, ids in zip(got, expected, strict=False):
+        assert [i for delta in deltas for i in delta.token_ids] == ids
+        assert deltas[-1].finish_reason == "length"
+    assert llm.has_unfinished  # the added one has ended, and nobody has been told
+    (late,) = llm.step()
+    assert late.request_id == added and late.outputs[0].token_ids == expected[2]
+    assert not llm.has_unfinished
+
+
+def test_a_stream_that_is_closed_unread_or_aborted_by_another():
+    llm = engine()
+    unread = llm.stream([1], SamplingParams(max_tokens=9))
+    unread.close()
+    assert not llm.has_unfinished and list(unread) == []
+    stream = llm.stream([1], SamplingParams(max_tokens=9, ignore_eos=True))
+    next(stream)
+    llm.abort(next(iter(llm._requests)))
+    assert [delta.finish_reason for delta in stream] == ["abort"]
+
+
+def test_a_stream_that_ends_with_an_error_says_so():
+    llm = LLM(Sick(), max_seqs=3, num_blocks=20, block_size=4, max_model_len=40)
+    (delta,) = llm.stream([1, 59], SamplingParams(max_tokens=4))
+    assert (delta.finish_reason, delta.token_ids) == ("error", [])
+
+
+def test_a_failure_in_the_middle_of_adding_or_running_leaves_nothing_behind():
+    llm = engine()
+    with pytest.raises(AttributeError):
+        llm.generate([[1], [2]], [SamplingParams(), {"max_tokens": 3}])
+    assert not llm.has_unfinished
+    llm._runner.run = lambda plan: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        llm.generate([[1], [2]], SamplingParams(max_tokens=3))
+    assert not llm.has_unfinished and llm.stats["blocks_held"] == 0
+
+
+def test_every_answer_is_there_even_if_it_never_ran():
+    """B110: three of no tokens; and an abort before the first."""
+    llm = engine()
+    params = SamplingParams(max_tokens=0, n=3)
+    assert [len(one.token_ids) for one in llm.generate([[1]], params)[0].outputs] == [0, 0, 0]
+    name = llm.add([1], SamplingParams(n=3))
+    assert [one.finish_reason for one in llm.abort(name).outputs] == ["abort"] * 3
+
+
+def test_a_name_that_nobody_chose_is_free():
+    llm = engine()
+    llm.add([1], request_id="request-1")
+    assert llm.add([2]) not in ("request-1", None)
+    assert len(llm._requests) == 2
 
 
 # --- requests ------------------------------------------------------------------------------------
@@ -369,6 +432,9 @@ def test_the_trace_keeps_the_last_plans():
         (dict(max_model_len=500), "max_model_len=500: the model has 128 positions"),
         (dict(num_blocks=True), "num_blocks=True"),
         (dict(block_size=1.5), "block_size=1.5"),
+        (dict(host_blocks=-1), "host_blocks=-1: expected a whole number of 0 or more"),
+        (dict(host_blocks="x"), "host_blocks='x'"),
+        (dict(trace=-1), "trace=-1"),
     ],
 )
 def test_options_that_cannot_be_are_refused_by_name(options, words):

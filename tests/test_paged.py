@@ -202,6 +202,24 @@ def test_paged_attend_is_attend_row_by_row(heads, P):
         assert (ours[r] - expected[0]).abs().max() < 1e-12
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda q, k, v, t, n: (q, k, v, t.int(), n.int()),
+        lambda q, k, v, t, n: (q, k, v, t[:1], n),
+        lambda q, k, v, t, n: (q[..., :4], k, v, t, n),
+        lambda q, k, v, t, n: (q[:, :3], k, v, t, n),
+        lambda q, k, v, t, n: (q, k, v[:2], t, n),
+        lambda q, k, v, t, n: (q, k.double(), v.double(), t, n),
+    ],
+)
+def test_what_does_not_go_together_is_refused(change):
+    parts = paged_rows([3, 5], 4, (4, 2, 8), torch.float32)
+    if native.available():
+        with pytest.raises(TypeError, match=r"paged_attend: .* do not go together"):
+            kernels.paged_attend(*change(*parts), 0.3)
+
+
 needs_native = pytest.mark.skipif(not native.available(), reason=f"{build.why_not('cpu')}")
 
 

@@ -116,7 +116,7 @@ def alone(request: Request, sample: int) -> list[int]:
 
 
 class Traffic(RuleBasedStateMachine):
-    """Requests come, are aborted, and are stepped, over pools that are too small for them."""
+    """B09: requests come, are aborted, are stepped, over pools too small for them; none leaks."""
 
     @initialize(
         blocks=st.integers(4, 12),
@@ -138,8 +138,6 @@ class Traffic(RuleBasedStateMachine):
         prompt = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=room - 1))
         most = data.draw(st.integers(1, room - len(prompt)))
         n = data.draw(st.integers(1, min(3, scheduler.max_seqs)))
-        if scheduler.policy == "static" and n > 1:
-            n = 1
         self.loop.add(prompt, most, n)
 
     @rule(times=st.integers(1, 4))
@@ -203,7 +201,7 @@ def test_what_can_never_fit_is_refused_on_add_with_the_numbers():
     """B20, B21, B22: it would block the queue for ever, or outgrow the pool alone."""
     it = loop(blocks=4, length=64)
     with pytest.raises(RequestError, match="20 tokens, 5 blocks of 4; the pool has 4"):
-        it.add([0] * 16, 4)
+        it.add([0] * 15, 5)
     with pytest.raises(RequestError, match="the prompt has 65 tokens; at most 64 fit"):
         it.add([0] * 65, 1)
     with pytest.raises(RequestError, match="n=5: at most max_seqs=4"):
@@ -236,6 +234,28 @@ def test_a_prompt_in_three_chunks_computes_each_token_once():
         rows = [(c.start, c.count) for plan in it.plans for c in plan.chunks]
         assert rows == [(0, 5), (5, 5), (10, 3), (13, 1)]
         assert request.preemptions == 0
+
+
+def test_a_block_is_remembered_once_its_tokens_are_computed_and_not_before():
+    it = loop(blocks=8, budget=5, length=32)
+    it.add(list(range(13)), 2)
+    remembered = []
+    for _ in range(3):
+        it.step()
+        remembered.append(len(it.scheduler.pool.index))
+    assert remembered == [1, 2, 3]  # 5, 10 and 13 tokens, in blocks of 4
+
+
+def test_what_gave_no_distribution_is_not_remembered():
+    it = loop(blocks=8, budget=5, length=32)
+    request = it.add(list(range(13)), 2)
+    it.step()
+    it.step()
+    plan = it.scheduler.schedule()
+    it.scheduler.commit(plan, [[-1]])
+    assert request.sequences[0].finish_reason == "error"
+    assert len(it.scheduler.pool.index) == 0
+    it.nothing_is_held()
 
 
 def test_the_oldest_gains_in_every_step_and_the_others_after_a_bounded_wait():

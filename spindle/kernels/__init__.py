@@ -63,8 +63,17 @@ def paged_attend(
 ) -> Tensor:
     """One query a row [R, H, D] over that row's keys, found through tables [R, B] of blocks."""
     if q.device.type == "cpu" and q.dtype == torch.float32 and native.available():
-        if keys.dtype != q.dtype or values.dtype != q.dtype or tables.dtype != lengths.dtype:
-            raise TypeError(f"paged_attend: q is {q.dtype}, keys and values are {keys.dtype}")
+        _check_paged(q, keys, values, tables, lengths)
         q, keys, values, tables = (x.contiguous() for x in (q, keys, values, tables))
         return native.paged_attend(q, keys, values, tables, lengths.contiguous(), scale)
     return twins.paged_attend(q, keys, values, tables, lengths, scale)
+
+
+def _check_paged(q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor) -> None:
+    """TypeError for what native code would read wrongly; the ids in a table are the caller's."""
+    same = keys.shape == values.shape and keys.dtype == values.dtype == q.dtype
+    heads = q.shape[2] == keys.shape[3] and q.shape[1] % keys.shape[2] == 0
+    rows = len(q) == len(tables) == len(lengths) and tables.dtype == lengths.dtype == torch.int64
+    if not (same and heads and rows):
+        shapes = [f"{x.dtype} {list(x.shape)}" for x in (q, keys, values, tables, lengths)]
+        raise TypeError(f"paged_attend: {', '.join(shapes)} do not go together")

@@ -55,6 +55,8 @@ class BlockPool:
 
         Raises OutOfBlocks and takes none if there are not as many.
         """
+        if count < 0:
+            raise BlockError(f"{count} blocks: expected 0 or more")
         if count > self.free:
             raise OutOfBlocks(count, self.free, self.num_blocks)
         return [self._take_one() for _ in range(count)]
@@ -278,8 +280,9 @@ class BlockTable:
         """
         P, index = self.pool.block_size, self.pool.index
         count = len(tokens) if count is None else count
-        if count > self.capacity:
-            raise BlockError(f"{count} tokens: the table ends at {self.capacity}")
+        if not 0 <= count <= min(len(tokens), self.capacity):
+            have = f"{len(tokens)} are given, and the table ends at {self.capacity}"
+            raise BlockError(f"{count} tokens to remember: {have}")
         while self._chain and self._chain[-1].block is None:  # evicted in another table's block
             self._chain.pop()
         for n in range(len(self._chain), count // P):
@@ -317,6 +320,9 @@ def move(tables: Sequence[BlockTable], to: BlockPool) -> tuple[list[BlockTable],
 
     The tables given are released. Raises OutOfBlocks, and changes nothing, if `to` is too small.
     """
+    for table in tables:
+        if table.pool.block_size != to.block_size:
+            raise BlockError(f"blocks of {table.pool.block_size} into a pool of {to.block_size}")
     needed = list(dict.fromkeys(block for table in tables for block in table.blocks))
     copies = list(zip(needed, to.take(len(needed)), strict=True))
     place, seen, moved = dict(copies), set[int](), []

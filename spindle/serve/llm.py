@@ -20,6 +20,7 @@ from spindle.decode.detokenize import AnswerText
 from spindle.decode.logprobs import TokenLogprobs
 from spindle.decode.params import SamplingParams
 from spindle.errors import RequestError
+from spindle.kvcache.blocks import BlockTable
 from spindle.kvcache.paged import PagedKV
 from spindle.model.layers import Model
 from spindle.model.weights import load_hf
@@ -131,6 +132,9 @@ class LLM:
         if num_blocks is None:
             num_blocks = _default_blocks(model, block_size, max_seqs, self.max_model_len)
         _check_count("num_blocks", num_blocks)
+        if host_blocks is not None:
+            _check_count("host_blocks", host_blocks, 0, "0")
+        _check_count("trace", trace, 0, "0")
         host = (num_blocks if host_blocks is None else host_blocks) * (preemption == "swap")
         self._kv = PagedKV(
             model.config, num_blocks, block_size, model.dtype, model.device, host, prefix_cache
@@ -149,12 +153,14 @@ class LLM:
         self._requests: dict[str, Request] = {}
         self._ended: list[Request] = []  # without having been run
         self._texts: dict[Sequence, AnswerText] = {}
+        self._watched: dict[str, RequestOutput | None] = {}  # streams: what they have yet to read
+        self._held: list[RequestOutput] = []  # ended in somebody else's step, for the next `step`
         self.trace: deque[Plan] = deque(maxlen=trace)
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a request is waiting or running."""
-        return bool(self._ended) or self.scheduler.has_unfinished
+        return bool(self._ended or self._held) or self.scheduler.has_unfinished
 
     def add(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
@@ -169,14 +175,14 @@ class LLM:
         ids = self._prompt_ids(prompt)
         self._check_params(params)
         order = next(self._orders)
-        name = f"request-{order}" if request_id is None else request_id
+        name = self._free_name(order) if request_id is None else request_id
         if name in self._requests:
             raise RequestError(f"request_id {name!r}: in use by a request that is unfinished")
         request = Request(name, ids, params, order, arrival)
         self.scheduler.add(request)
         self._requests[name] = request
         if self._limit(request) == 0:  # nothing to run for
-            self.scheduler.finish(request.sequences[0], "length")
+            self._end_unrun(request, "length")
             self._ended.append(request)
         return name
 
@@ -188,12 +194,34 @@ class LLM:
         request = self._requests.get(request_id)
         if request is None:
             return None
-        for sequence in request.sequences:
-            self.scheduler.finish(sequence, "abort")
-        return self._close(request)
+        self._end_unrun(request, "abort")
+        output = self._close(request)
+        if request_id in self._watched:
+            self._watched[request_id] = output
+        return output
 
     def step(self) -> list[RequestOutput]:
-        """Run the model once; returns the requests that gained tokens or ended, each as a whole."""
+        """Run the model once; returns the requests that gained tokens or ended, each as a whole.
+
+        Requests that have ended since, while `generate` or a stream ran the model, come first.
+        """
+        held, self._held = self._held, []
+        return held + self._step()
+
+    def _step(self) -> list[RequestOutput]:
+        outputs = self._run_once()
+        for output in outputs:
+            if output.request_id in self._watched:
+                self._watched[output.request_id] = output
+        return outputs
+
+    def _advance(self) -> list[RequestOutput]:
+        """A step for one caller; what ended in it and is nobody's so far is held for `step`."""
+        outputs = self._step()
+        self._held += [o for o in outputs if o.finished and o.request_id not in self._watched]
+        return outputs
+
+    def _run_once(self) -> list[RequestOutput]:
         ended = [self._close(request) for request in self._ended if request.finished is None]
         self._ended.clear()
         plan = self.scheduler.schedule()
@@ -209,13 +237,15 @@ class LLM:
         gained = self.scheduler.commit(plan, [output.ids for output in outputs])
         return ended + self._take(gained, outputs)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> DeltaStream:
         """The answer to one prompt as it comes, beside whatever else is unfinished here.
 
-        Closing the iterator aborts the request. With n > 1 the deltas of the answers alternate.
+        Closing it aborts the request. With n > 1 the deltas of the answers alternate; the last one
+        of an answer says why it ended.
         """
         name = self.add(prompt, params)
-        return self._deltas(name)
+        self._watched[name] = None
+        return DeltaStream(self, name)
 
     def generate(
         self,
@@ -235,17 +265,19 @@ class LLM:
         if len(each) != len(many):
             raise RequestError(f"{len(each)} params for {len(many)} prompts: expected one each")
         names = self._add_all(many, each)
-        done, wanted = dict[str, RequestOutput](), set(names)
+        done, mine = dict[str, RequestOutput](), set(names)
+        self._watched |= dict.fromkeys(names)
         try:
             with tqdm(total=len(names), disable=None if progress else True, unit="req") as bar:
                 while len(done) < len(names):
-                    for output in self.step():
-                        if output.finished and output.request_id in wanted:
+                    for output in self._advance():
+                        if output.finished and output.request_id in mine:
                             done[output.request_id] = output
                             bar.update()
         finally:
             for name in names:  # after an interrupt; else they have ended
                 self.abort(name)
+                self._watched.pop(name, None)
         return [done[name] for name in names]
 
     def chat(
@@ -296,15 +328,30 @@ class LLM:
 
     def _add_all(self, prompts: list[Prompt], params: list[SamplingParams | None]) -> list[str]:
         names: list[str] = []
-        for prompt, its in zip(prompts, params, strict=True):
-            try:
+        try:
+            for prompt, its in zip(prompts, params, strict=True):
                 names.append(self.add(prompt, its))
-            except RequestError as error:
-                for name in names:
-                    self.abort(name)
-                where = f"prompt {len(names)}: " if len(prompts) > 1 else ""
-                raise RequestError(f"{where}{error}") from None
+        except BaseException as error:
+            for name in names:
+                self.abort(name)
+            if isinstance(error, RequestError) and len(prompts) > 1:
+                raise RequestError(f"prompt {len(names)}: {error}") from None
+            raise
         return names
+
+    def _free_name(self, order: int) -> str:
+        name = f"request-{order}"
+        while name in self._requests:
+            name += "'"
+        return name
+
+    def _end_unrun(self, request: Request, reason: str) -> None:
+        """End all of a request's answers, those too that were not forked off yet."""
+        for sample in range(len(request.sequences), request.params.n):
+            table = BlockTable(self._kv.pool)
+            request.sequences.append(Sequence(request, sample, request.prompt.copy(), table))
+        for sequence in request.sequences:
+            self.scheduler.finish(sequence, reason)
 
     def _limit(self, request: Request) -> int:
         """How many tokens an answer can have."""
@@ -381,7 +428,7 @@ class LLM:
         seed = request.params.seed
         assert seed is not None
         return RequestOutput(
-            request.id, request.prompt, outputs, request.is_finished, seed, metrics
+            request.id, request.prompt.copy(), outputs, request.is_finished, seed, metrics
         )
 
     def _completion(self, sequence: Sequence) -> Completion:
@@ -397,26 +444,46 @@ class LLM:
             sequence.stop_reason,
         )
 
-    def _deltas(self, name: str) -> Iterator[Delta]:
-        seen: dict[int, tuple[int, int]] = {}
-        try:
-            while name in self._requests:
-                for output in self.step():
-                    if output.request_id == name:
-                        yield from _new_in(output, seen)
-        finally:
-            self.abort(name)
+
+class DeltaStream(Iterator[Delta]):
+    """What each step adds to one request; whoever steps the engine meanwhile, nothing is lost."""
+
+    def __init__(self, llm: LLM, name: str) -> None:
+        self._llm, self._name = llm, name
+        self._ready: deque[Delta] = deque()
+        self._seen: dict[int, tuple[int, int, bool]] = {}
+
+    def __next__(self) -> Delta:
+        watched = self._llm._watched
+        while not self._ready:
+            if self._name not in watched:
+                raise StopIteration
+            output = watched[self._name]
+            if output is None:
+                self._llm._advance()
+                continue
+            self._ready.extend(_new_in(output, self._seen))
+            watched[self._name] = None
+            if output.finished:
+                del watched[self._name]
+        return self._ready.popleft()
+
+    def close(self) -> None:
+        """Abort the request, if it has not ended."""
+        self._llm._watched.pop(self._name, None)
+        self._llm.abort(self._name)
+        self._ready.clear()
 
 
-def _new_in(output: RequestOutput, seen: dict[int, tuple[int, int]]) -> Iterator[Delta]:
-    """What an output has beyond the numbers of characters and tokens `seen`, which are moved on."""
+def _new_in(output: RequestOutput, seen: dict[int, tuple[int, int, bool]]) -> Iterator[Delta]:
+    """What an output has beyond the characters, tokens and ends in `seen`, which are moved on."""
     for one in output.outputs:
-        characters, tokens = seen.get(one.index, (0, 0))
-        if len(one.token_ids) > tokens or len(one.text) > characters or output.finished:
-            seen[one.index] = len(one.text), len(one.token_ids)
-            text, ids = one.text[characters:], one.token_ids[tokens:]
-            if ids or text:
-                yield Delta(text, ids, one.index, one.finish_reason)
+        before = seen.get(one.index, (0, 0, False))
+        now = len(one.text), len(one.token_ids), one.finish_reason is not None
+        if now != before:
+            seen[one.index] = now
+            text, ids = one.text[before[0] :], one.token_ids[before[1] :]
+            yield Delta(text, ids, one.index, one.finish_reason)
 
 
 def _is_one(prompts: Any) -> bool:

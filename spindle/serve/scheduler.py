@@ -97,6 +97,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()  # the oldest first
         self.running: list[Sequence] = []  # the oldest first
         self._endings = 0
+        self._blocked: tuple[Sequence | None, int, int] = (None, 0, 0)  # who did not fit, and when
 
     @property
     def has_unfinished(self) -> bool:
@@ -137,7 +138,11 @@ class Scheduler:
             if sequence.finish_reason is not None:
                 continue
             sequence.stored = chunk.start + chunk.count
-            sequence.table.commit(sequence.ids, sequence.stored)
+            if min(ids, default=0) < 0:  # no distribution: what it stored is not to be trusted
+                for block in sequence.table.blocks:
+                    self.pool.forget(block)
+            else:
+                sequence.table.commit(sequence.ids, sequence.stored)
             branches = [sequence, *(self._fork(sequence, n) for n in range(1, len(ids)))]
             for n, (branch, token) in enumerate(zip(branches, ids, strict=False)):
                 gained.append(Gain(branch, at, n))
@@ -240,6 +245,8 @@ class Scheduler:
         pool, length = self.pool, len(sequence.ids) + 1
         if self.policy == "static":
             length = self._longest(sequence.request)
+        if self._still_blocked(sequence):
+            return False
         if not sequence.swapped:
             sequence.stored = sequence.table.adopt(sequence.ids)
         held = 0 if sequence.swapped else len(sequence.table.blocks)
@@ -249,6 +256,7 @@ class Scheduler:
             if not sequence.swapped:
                 sequence.table.release()
                 sequence.stored = 0
+            self._blocked = (sequence, pool.free, len(self.running))
             return False
         if sequence.swapped:
             (sequence.table,), copies = move([sequence.table], pool)
@@ -257,6 +265,12 @@ class Scheduler:
         elif sequence.new_tokens == 0 and sequence.waits_for_ending < 0:
             sequence.request.cached_tokens = sequence.stored
         return True
+
+    def _still_blocked(self, sequence: Sequence) -> bool:
+        """Whether it did not fit before, and nothing was freed since: then it need not be tried."""
+        before, free, running = self._blocked
+        same = before is sequence and self.pool.free <= free and len(self.running) >= running
+        return same and bool(self.running)
 
     def _promised(self) -> int:
         """Blocks that the rows of a static batch will still take."""
@@ -283,7 +297,7 @@ class Scheduler:
 
     def _refuse_what_cannot_fit(self, request: Request) -> None:
         n, longest = request.params.n, self._longest(request)
-        blocks = -(-longest // self.pool.block_size)
+        blocks = -(-(longest - 1) // self.pool.block_size)  # the last token is never stored
         if len(request.prompt) > self.max_model_len:
             raise RequestError(
                 f"the prompt has {len(request.prompt)} tokens; at most {self.max_model_len} fit"
@@ -291,8 +305,8 @@ class Scheduler:
         if blocks > self.pool.num_blocks:
             raise RequestError(
                 f"prompt and answer may take {longest} tokens, {blocks} blocks of "
-                f"{self.pool.block_size}; the pool has {self.pool.num_blocks}: fewer max_tokens, "
-                "or more num_blocks"
+                f"{self.pool.block_size}; the pool has {self.pool.num_blocks}: lower max_tokens "
+                "or raise num_blocks"
             )
         if n > self.max_seqs:
             raise RequestError(f"n={n}: at most max_seqs={self.max_seqs} sequences run at once")
@@ -300,7 +314,7 @@ class Scheduler:
     def _drop_finished(self) -> None:
         """Let go of aborted ones at the head of the queue, and of a static batch that has ended."""
         while self.waiting and self.waiting[0].finish_reason is not None:
-            self.waiting.popleft()
+            self.waiting.popleft().table.release()
         if self.policy == "static" and all(one.finish_reason for one in self.running):
             for one in self.running:
                 one.table.release()
