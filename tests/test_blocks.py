@@ -27,15 +27,18 @@ class Store:
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
         self.slots = {b: [None] * pool.block_size for b in range(pool.num_blocks)}
+        self.tokens = {b: [None] * pool.block_size for b in range(pool.num_blocks)}
 
     def write(self, table: BlockTable, start: int, tokens: list[int]) -> list[tuple[int, int]]:
         """Reserve, copy, write positions start on of `tokens`, a sequence's; returns the copies."""
         copies = table.reserve(start, len(tokens))
         for source, target in copies:
             self.slots[target] = self.slots[source].copy()
+            self.tokens[target] = self.tokens[source].copy()
         for position, value in list(enumerate(values(tokens)))[start:]:
             block, slot = divmod(position, self.pool.block_size)
             self.slots[table.blocks[block]][slot] = value
+            self.tokens[table.blocks[block]][slot] = tokens[position]
         return copies
 
     def read(self, table: BlockTable, length: int) -> list[int]:
@@ -43,7 +46,7 @@ class Store:
         return [self.slots[table.blocks[p // P]][p % P] for p in range(length)]
 
     def check(self, tables: list[BlockTable]) -> None:
-        self.pool.check(tables)
+        self.pool.check(tables, self.tokens)
         for block, entry in self.pool.index._of_block.items():
             prefix = prefix_of(entry)
             expected = values(prefix)[len(prefix) - self.pool.block_size :]
@@ -389,7 +392,9 @@ def test_a_released_table_begins_anew():
     for prompt in ([1] * 9, [2] * 9):
         begin(pool, prompt)[0].release()
     for prompt in ([1] * 9, [2] * 4 + [3] * 9):
-        store.slots |= {e.block: values(prefix_of(e))[-4:] for e in pool.index._of_block.values()}
+        for entry in pool.index._of_block.values():
+            store.slots[entry.block] = values(prefix_of(entry))[-4:]
+            store.tokens[entry.block] = list(entry.tokens)
         found = table.adopt(prompt)
         store.write(table, found, prompt)
         table.commit(prompt)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from spindle.errors import BlockError, OutOfBlocks
 
@@ -92,15 +92,21 @@ class BlockPool:
         for block in self.index.roots():
             self.forget(block)
 
-    def check(self, tables: Iterable[BlockTable] = ()) -> None:
-        """Assert what always holds; `tables` are all the tables of this pool."""
+    def check(
+        self, tables: Iterable[BlockTable] = (), content: Mapping[int, Sequence[int]] | None = None
+    ) -> None:
+        """Assert what always holds; `tables` are all the tables of this pool.
+
+        content: what tokens each block holds, where somebody knows; the pool does not.
+        """
         named = Counter(block for table in tables for block in table.blocks)
         assert named == Counter({b: n for b, n in enumerate(self._counts) if n}), "counts"
         places = [*self._free, *self._cached, *named]
         assert sorted(places) == list(range(self.num_blocks)), "free + cached + held = total"
         assert all(self.index.names(block) for block in self._cached), "cached, so in the index"
         assert not any(self.index.names(block) for block in self._free), "free, so in no index"
-        self.index.check()
+        assert len(self.index) <= self.num_blocks, "the index is never larger than the pool"
+        self.index.check(content)
 
     def _take_one(self) -> int:
         if not self._free:
@@ -191,10 +197,12 @@ class PrefixIndex:
         """The blocks that begin a prefix."""
         return [block for block, entry in self._of_block.items() if entry.parent is None]
 
-    def check(self) -> None:
+    def check(self, content: Mapping[int, Sequence[int]] | None = None) -> None:
         """Assert that both maps are one, and that every entry is reached from its parent."""
         assert len(self._entries) == len(self._of_block), "an entry a block"
         for block, entry in self._of_block.items():
+            if content is not None:
+                assert tuple(content[block]) == entry.tokens, "an entry has its block's content"
             assert entry.block == block and self._entries[entry.key] is entry, "maps agree"
             parent = entry.parent
             assert parent is None or parent.children.get(block) is entry, "a parent outlives it"
