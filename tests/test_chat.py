@@ -375,8 +375,9 @@ def test_a_damaged_model_in_the_cache_is_not_in_the_way(tmp_path, monkeypatch) -
 # A person at a terminal.
 
 IN_ITS_OWN_SESSION = """
-import fcntl, os, sys, termios
+import fcntl, os, signal, sys, termios
 os.setsid()
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job in the background inherits that it is ignored
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -411,7 +412,9 @@ def test_ctrl_c_keeps_the_answers_that_were_there(checkpoint: Path) -> None:
     args = ["-p", "a", "-n", "40", "--ignore-eos", "--samples", "128", "--seed", "1"]
     command = [sys.executable, "-m", "spindle", "generate", "-m", str(checkpoint), *args]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "bufsize": 0}
-    with subprocess.Popen(command, **pipes, env=ENVIRONMENT) as run:
+    # a job in the background inherits that Ctrl-C is ignored
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, **pipes, env=ENVIRONMENT, preexec_fn=heard) as run:
         out = b""
         while b"\n---\n" not in out:  # the second answer is coming
             out += run.stdout.read(1)
