@@ -424,7 +424,8 @@ def test_ctrl_c_keeps_the_answers_that_were_there(checkpoint: Path) -> None:
     shown = (out + rest).split(b"\n---\n")
     assert 2 <= len(shown) < 128
     summaries = err.decode().strip("\n").splitlines()
-    assert len(summaries) == len(shown) and summaries[0].startswith("40 tokens")
+    begun = len(shown) - (shown[-1] == b"")  # or it came before the second one had begun
+    assert len(summaries) in (begun, len(shown)) and summaries[0].startswith("40 tokens")
 
 
 def test_ctrl_c_keeps_what_was_generated(checkpoint: Path) -> None:
