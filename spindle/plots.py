@@ -84,9 +84,7 @@ def figure(
     width: float, height: float, title: str, xlabel: str = "", ylabel: str = ""
 ) -> tuple[Figure, Axes]:
     """An empty figure of width x height inches whose title states the claim, and its axes."""
-    style()
-    fig, ax = plt.subplots(figsize=(width, height), layout="constrained")
-    _claim(fig, title)
+    fig, ax = panels(width, height, title, 1)
     ax.set(xlabel=xlabel, ylabel=ylabel)
     return fig, ax
 

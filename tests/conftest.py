@@ -66,19 +66,13 @@ def need_cuda() -> None:
 @pytest.fixture(scope="session")
 def tiny_models() -> dict:
     """Random float64 models, one a family: 3 layers, 97 tokens, 64 positions; Llama's has GQA."""
+    import shapes
     import torch
 
-    from spindle.config import ModelConfig
     from spindle.model.weights import random_model
 
-    gpt2 = dict(model_type="gpt2", vocab_size=97, n_positions=64, n_embd=48, n_layer=3, n_head=4)
-    llama = dict(model_type="llama", vocab_size=97, max_position_embeddings=64, hidden_size=48)
-    llama |= dict(intermediate_size=80, num_hidden_layers=3, head_dim=16)
-    llama |= dict(num_attention_heads=4, num_key_value_heads=2)
-    return {
-        raw["model_type"]: random_model(ModelConfig.from_dict(raw), dtype=torch.float64)
-        for raw in (gpt2, llama)
-    }
+    configs = {"gpt2": shapes.gpt2(), "llama": shapes.llama()}
+    return {name: random_model(config, dtype=torch.float64) for name, config in configs.items()}
 
 
 @pytest.fixture

@@ -4,11 +4,11 @@ import random
 from dataclasses import replace
 
 import pytest
+import shapes
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spindle.config import ModelConfig
 from spindle.decode.engine import Engine
 from spindle.decode.params import SamplingParams
 from spindle.decode.text import stream_text
@@ -17,39 +17,16 @@ from spindle.model.weights import load_hf, random_model
 from spindle.serve.llm import LLM
 from spindle.tokenizer import Tokenizer
 
-V = 60
-RAW = {
-    "llama": dict(
-        model_type="llama",
-        vocab_size=V,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        eos_token_id=7,
-    ),
-    "gpt2": dict(
-        model_type="gpt2",
-        vocab_size=V,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        n_positions=128,
-        eos_token_id=7,
-    ),
-}
-MODELS = {
-    name: random_model(ModelConfig.from_dict(raw), dtype=torch.float64) for name, raw in RAW.items()
-}
+V = shapes.LLAMA["vocab_size"]
+CONFIGS = {"llama": shapes.llama(eos_token_id=7), "gpt2": shapes.gpt2(eos_token_id=7)}
+MODELS = {name: random_model(config, dtype=torch.float64) for name, config in CONFIGS.items()}
 
 
 def alone(model, prompt, params, sample=0):
     """The ids of one answer, from an engine of one sequence."""
     if params.n == 1:
-        return list(Engine(model, max_seq_len=100).stream_with(prompt, params))
-    return Engine(model, max_seq_len=100).answers(prompt, params)[sample].token_ids
+        return list(Engine(model, max_seq_len=64).stream_with(prompt, params))
+    return Engine(model, max_seq_len=64).answers(prompt, params)[sample].token_ids
 
 
 @st.composite
@@ -100,7 +77,7 @@ def test_together_is_alone(requests, name, size, seqs, budget, spare, preemption
         model,
         block_size=size,
         num_blocks=-(-longest // size) + spare // size,
-        max_model_len=100,
+        max_model_len=64,
         max_seqs=seqs,
         max_batch_tokens=budget,
         preemption=preemption,
@@ -356,7 +333,9 @@ def test_an_end_as_the_first_token():
     """B32: one branch ends at once, the other goes on."""
     model, ended = MODELS["llama"], set()
     for seed in range(200):
-        params = SamplingParams(max_tokens=6, temperature=2, seed=seed, n=2)
+        params = SamplingParams(
+            max_tokens=6, temperature=2, seed=seed, n=2, stop_token_ids=range(0, V, 3)
+        )
         (output,) = engine().generate([[1, 2, 3]], params)
         lengths = tuple(len(one.token_ids) == 1 for one in output.outputs)
         if any(lengths):
@@ -429,7 +408,7 @@ def test_the_trace_keeps_the_last_plans():
         (dict(preemption="never"), "preemption='never'"),
         (dict(max_seqs=0), "max_seqs=0"),
         (dict(max_batch_tokens=2), "max_batch_tokens=2: expected a whole number of max_seqs=3"),
-        (dict(max_model_len=500), "max_model_len=500: the model has 128 positions"),
+        (dict(max_model_len=500), "max_model_len=500: the model has 64 positions"),
         (dict(num_blocks=True), "num_blocks=True"),
         (dict(block_size=1.5), "block_size=1.5"),
         (dict(host_blocks=-1), "host_blocks=-1: expected a whole number of 0 or more"),

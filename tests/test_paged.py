@@ -4,13 +4,13 @@ import random
 from itertools import pairwise
 
 import pytest
+import shapes
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from spindle import kernels
-from spindle.config import ModelConfig
 from spindle.errors import OutOfBlocks
 from spindle.kernels import build, native, twins
 from spindle.kvcache.blocks import BlockTable, move
@@ -20,18 +20,13 @@ from spindle.kvcache.paged import PagedKV
 from spindle.model.weights import random_model
 
 L, H, HK, D, V = 2, 6, 2, 8, 50
-CONFIG = ModelConfig.from_dict(
-    dict(
-        model_type="llama",
-        vocab_size=V,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=L,
-        num_attention_heads=H,
-        num_key_value_heads=HK,
-        head_dim=D,
-        max_position_embeddings=256,
-    )
+CONFIG = shapes.llama(
+    vocab_size=V,
+    num_hidden_layers=L,
+    num_attention_heads=H,
+    num_key_value_heads=HK,
+    head_dim=D,
+    max_position_embeddings=256,
 )
 MODEL = random_model(CONFIG, dtype=torch.float64)
 

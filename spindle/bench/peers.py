@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import math
 import os
 import resource
@@ -30,7 +29,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from spindle import hub
-from spindle.bench import machine
+from spindle.bench import machine, report
 from spindle.config import ModelConfig
 from spindle.decode.engine import Engine
 from spindle.errors import RequestError, SpindleError
@@ -58,17 +57,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", "--model", default="tiny", help="what to run (default: tiny)")
     parser.add_argument("--new", type=int, default=64, metavar="N", help="tokens (default: 64)")
     parser.add_argument("--repeat", type=int, default=5, metavar="K", help="turns (default: 5)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    report.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print a markdown table, and write JSON if a file was named."""
-    if args.json is not None and not args.json.resolve().parent.is_dir():
-        raise RequestError(f"--json {args.json}: there is no directory {args.json.parent}")
+    report.check_json(args.json)
     result = measure(args.model, args.new, args.repeat)
-    print(as_markdown(result))
-    if args.json is not None:
-        args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    report.publish(result, as_markdown(result), args.json)
     return 0
 
 
@@ -137,18 +133,17 @@ def _figures(turns: Sequence[Turn], reference: list[int]) -> dict[str, Any]:
 def as_markdown(result: dict[str, Any]) -> str:
     """The result as a table, the bound and what is missing below it."""
     job, settings, bound = result["jobs"]["one_stream"], result["settings"], result["bound_tok_s"]
-    lines = [
+    about = (
         f"One greedy stream, {settings['model']}: {settings['prompt_tokens']} prompt tokens, "
-        f"{settings['new']} new ones, median of {settings['repeat']} turns, {_machine(result)}.",
-        "",
-        "| engine | tok/s | of the bound | ttft, ms | peak, MB | same tokens |",
-        "|---|---|---|---|---|---|",
-    ]
+        f"{settings['new']} new ones, median of {settings['repeat']} turns, {_machine(result)}."
+    )
+    columns = ["engine", "tok/s", "of the bound", "ttft, ms", "peak, MB", "same tokens"]
+    rows = []
     for name, row in job.items():
         cells = [name, f"{row['useful_tok_s']:.1f}", f"{row['useful_tok_s'] / bound:.0%}"]
         cells += [f"{row['ttft_ms']:.1f}", f"{row['peak_mb']:,.0f}"]
-        lines.append("| " + " | ".join([*cells, "yes" if row["same_tokens"] else "NO"]) + " |")
-    lines += ["", _bound(result), *(_ratios(job))]
+        rows.append([*cells, "yes" if row["same_tokens"] else "NO"])
+    lines = [about, "", report.table(columns, rows), "", _bound(result), *_ratios(job)]
     lines += [f"{name}: not measured, {reason}." for name, reason in result["gaps"].items()]
     return "\n".join(lines)
 

@@ -16,7 +16,6 @@ The kinds of waste are those of Kwon et al. 2023 (PagedAttention, section 3.1).
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import time
@@ -24,9 +23,9 @@ from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from spindle.bench import report
 from spindle.errors import BlockError, OutOfBlocks, RequestError
 from spindle.kvcache.blocks import BlockPool, BlockTable
 
@@ -473,17 +472,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--slots", type=int, default=8192, metavar="N", help="token slots (default: 8192)")
     add("--block-size", type=int, default=16, metavar="P", help="slots a block (default: 16)")
     add("--seed", type=int, default=0, metavar="N", help="of the trace (default: 0)")
-    add("--json", type=Path, metavar="FILE", help="write the figures there too")
+    report.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Replay, print markdown tables, and write JSON if a file was named."""
-    if args.json is not None and not args.json.resolve().parent.is_dir():
-        raise RequestError(f"--json {args.json}: there is no directory {args.json.parent}")
+    report.check_json(args.json)
     result = measure(args.requests, args.slots, args.block_size, args.seed)
-    print(as_markdown(result))
-    if args.json is not None:
-        args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    report.publish(result, as_markdown(result), args.json)
     return 0
 
 
@@ -577,7 +573,7 @@ def _both(result: dict[str, Any]) -> str:
         + [f"{run['slot_steps'][kind] / run['steps']:,.1f}" for run in runs]
         for kind, label in KINDS.items()
     ]
-    return _table(["", "contiguous", "paged"], rows)
+    return report.table(["", "contiguous", "paged"], rows)
 
 
 def _bounds(result: dict[str, Any]) -> str:
@@ -609,7 +605,7 @@ def _block_sizes(result: dict[str, Any]) -> str:
     keys = [("block_size", "d"), ("peak_slots", ",d"), ("mean_utilisation", ".3f"), ("steps", "d")]
     keys += [("preemptions", "d"), ("peak_table", "d"), ("peak_entries", ",d")]
     rows = result["sweeps"]["block_size"]
-    return _table(columns, [[format(row[key], how) for key, how in keys] for row in rows])
+    return report.table(columns, [[format(row[key], how) for key, how in keys] for row in rows])
 
 
 def _max_lengths(result: dict[str, Any]) -> str:
@@ -619,7 +615,7 @@ def _max_lengths(result: dict[str, Any]) -> str:
         + [f"{row[name]['wasted']:.0%}" for name in ("contiguous", "paged")]
         for row in result["sweeps"]["max_len"]
     ]
-    return _table(columns, rows)
+    return report.table(columns, rows)
 
 
 def _cost(result: dict[str, Any]) -> str:
@@ -627,9 +623,4 @@ def _cost(result: dict[str, Any]) -> str:
         [f"{int(num_blocks):,}", *(f"{costs[name]:.2f}" for name in ("take", "give", "reserve"))]
         for num_blocks, costs in result["cost_us"].items()
     ]
-    return _table(["blocks in the pool", "take, us", "give, us", "reserve a token, us"], rows)
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return report.table(["blocks in the pool", "take, us", "give, us", "reserve a token, us"], rows)

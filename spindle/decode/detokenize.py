@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from spindle.decode.params import SamplingParams
 from spindle.decode.stops import StopScanner
-from spindle.tokenizer import StreamDecoder
+from spindle.tokenizer import StreamDecoder, Tokenizer
 
 
 class AnswerText:
@@ -22,6 +23,12 @@ class AnswerText:
         self._decoder, self._scanner, self._min_tokens = decoder, StopScanner(stops), min_tokens
         self._pieces: list[str] = []
         self._tokens, self._flushed = 0, False
+
+    @staticmethod
+    def of(tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams) -> AnswerText:
+        """The text of an answer to this prompt, with the stops of these parameters."""
+        decoder = StreamDecoder(tokenizer, prompt_ids=prompt_ids)
+        return AnswerText(decoder, params.stop or (), params.min_tokens)
 
     @property
     def text(self) -> str:

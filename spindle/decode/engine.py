@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, fields
-from numbers import Integral
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from spindle.decode.logprobs import TokenLogprobs, logprob_table, token_logprobs
-from spindle.decode.params import SamplingParams
+from spindle.decode.params import SamplingParams, check_count, check_prompt
 from spindle.decode.penalties import Prefix
 from spindle.decode.sampling import SamplingRows, sample
 from spindle.decode.stats import Stats
 from spindle.decode.stream import Answer, Stream
-from spindle.errors import NumericsError, RequestError, shown
+from spindle.errors import NumericsError, RequestError
 from spindle.kvcache.contiguous import ContiguousKV
 from spindle.kvcache.index import StepIndex
 from spindle.model.layers import Model
@@ -40,8 +39,8 @@ class Engine:
     ) -> None:
         limit = model.config.max_positions
         self.model = model
-        self.max_seq_len = _length("max_seq_len", limit if max_seq_len is None else max_seq_len)
-        self.prefill_chunk = _length("prefill_chunk", prefill_chunk)
+        self.max_seq_len = check_count("max_seq_len", limit if max_seq_len is None else max_seq_len)
+        self.prefill_chunk = check_count("prefill_chunk", prefill_chunk)
         if self.max_seq_len > limit:
             raise RequestError(
                 f"max_seq_len={max_seq_len}: the model has {model.config.positions_in_words()}"
@@ -99,8 +98,7 @@ class Engine:
         """Like `stream`, for parameters that are made already. RequestError: `n` or `stop`."""
         if params.n != 1:
             raise RequestError(f"n={params.n}: a stream is one answer; use Engine.answers for more")
-        prompt, params = self._checked(ids), self._checked_params(params)
-        return self._stream(prompt, params, 0, lambda: self.prefill(prompt))
+        return next(self.streams(ids, params))
 
     def answers(self, ids: Iterable[int], params: SamplingParams) -> list[Answer]:
         """The `params.n` answers to a prompt, which is run once; each is what it is without others.
@@ -179,11 +177,9 @@ class Engine:
 
     def _note_the_end(self, token: int, run: _Run) -> None:
         """Set the reasons if this token is the last: an EOS, a stop id, or as many as may be."""
-        eos_ids, stats = self.model.config.eos_ids, run.stats
-        if token in run.params.end_ids(eos_ids):
-            stats.finish_reason = "stop"
-            is_eos = token in eos_ids and not run.params.ignore_eos
-            stats.stop_reason = None if is_eos else token
+        stats, (ends, reason) = run.stats, run.params.end(token, self.model.config.eos_ids)
+        if ends:
+            stats.finish_reason, stats.stop_reason = "stop", reason
         elif stats.new_tokens == run.limit:
             stats.finish_reason = "length"
 
@@ -217,23 +213,11 @@ class Engine:
                 "stop: token ids have no text to look for it in; expected the text form, "
                 "spindle.decode.text.stream_text"
             )
-        try:
-            check_ids(params.stop_token_ids or (), self.model.config.vocab_size)
-        except RequestError as error:
-            raise RequestError(f"stop_token_ids: {error}") from None
+        params.check_ids(self.model.config.vocab_size)
         return params.seeded()
 
     def _checked(self, ids: Iterable[int]) -> list[int]:
-        if isinstance(ids, str | bytes):
-            raise RequestError("the prompt is text; expected token ids: encode it first")
-        prompt = check_ids(ids, self.model.config.vocab_size)
-        if not prompt:
-            raise RequestError("the prompt has no tokens; expected at least one")
-        if len(prompt) > self.max_seq_len:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens; at most {self.max_seq_len} fit"
-            )
-        return prompt
+        return check_prompt(ids, self.model.config.vocab_size, self.max_seq_len)
 
 
 @dataclass(frozen=True)
@@ -246,9 +230,3 @@ class _Run:
     start: Callable[[], Tensor]  # runs the prompt; the logits [1, V] that follow it
     stats: Stats
     logprobs: list[TokenLogprobs] | None
-
-
-def _length(name: str, value: object) -> int:
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-        raise RequestError(f"{name}={shown(value)}: expected a whole number of 1 or more")
-    return int(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
@@ -15,6 +15,26 @@ MAX_N = 128  # answers to one prompt
 MAX_LOGPROBS = 20  # likeliest tokens reported beside each sampled one
 MAX_STOPS = 64  # stop strings: each is compared with every character
 MAX_STOP_IDS = 1024
+
+
+def check_prompt(ids: Iterable[int], vocab_size: int, most: int) -> list[int]:
+    """The ids of a prompt as Python integers. RequestError: none, too many, or one out of range."""
+    if isinstance(ids, str | bytes):
+        raise RequestError("the prompt is text; expected token ids: encode it first")
+    prompt = check_ids(ids, vocab_size)
+    if not prompt:
+        raise RequestError("the prompt has no tokens; expected at least one")
+    if len(prompt) > most:
+        raise RequestError(f"the prompt has {len(prompt)} tokens; at most {most} fit")
+    return prompt
+
+
+def check_count(name: str, value: object, least: int = 1, words: str = "") -> int:
+    """A whole number that an option must be; RequestError names it. `words`: what `least` is."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+        right = f"a whole number of {words or least} or more"
+        raise RequestError(f"{name}={shown(value)}: expected {right}")
+    return int(value)
 
 
 @dataclass(frozen=True)
@@ -83,6 +103,18 @@ class SamplingParams:
     def end_ids(self, eos_ids: Sequence[int]) -> tuple[int, ...]:
         """The ids that end an answer, where the model has these EOS ids."""
         return (*(() if self.ignore_eos else eos_ids), *(self.stop_token_ids or ()))
+
+    def end(self, token: int, eos_ids: Sequence[int]) -> tuple[bool, int | None]:
+        """Whether this token ends an answer, and the stop reason: the id, or None for an EOS."""
+        is_eos = token in eos_ids and not self.ignore_eos
+        return token in self.end_ids(eos_ids), None if is_eos else token
+
+    def check_ids(self, vocab_size: int) -> None:
+        """RequestError: names a stop id that the model does not have."""
+        try:
+            check_ids(self.stop_token_ids or (), vocab_size)
+        except RequestError as error:
+            raise RequestError(f"stop_token_ids: {error}") from None
 
     def _check_length(self) -> None:
         most, largest = self.max_tokens, 2**63 - 1

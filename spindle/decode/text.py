@@ -11,7 +11,7 @@ from spindle.decode.logprobs import TokenLogprobs
 from spindle.decode.params import SamplingParams
 from spindle.decode.stats import Stats
 from spindle.decode.stream import Stream
-from spindle.tokenizer import StreamDecoder, Tokenizer
+from spindle.tokenizer import Tokenizer
 
 
 def stream_text(
@@ -25,8 +25,7 @@ def stream_text(
     """
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     stream = engine.stream_with(ids, replace(params, stop=None))
-    decoder = StreamDecoder(tokenizer, prompt_ids=stream.prompt_ids)
-    return TextStream(stream, AnswerText(decoder, params.stop or (), params.min_tokens))
+    return TextStream(stream, AnswerText.of(tokenizer, stream.prompt_ids, params))
 
 
 def stream_texts(
@@ -38,13 +37,7 @@ def stream_texts(
     """
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     streams = engine.streams(ids, replace(params, stop=None))
-
-    def texts() -> Iterator[TextStream]:
-        for stream in streams:
-            decoder = StreamDecoder(tokenizer, prompt_ids=stream.prompt_ids)
-            yield TextStream(stream, AnswerText(decoder, params.stop or (), params.min_tokens))
-
-    return texts()
+    return (TextStream(s, AnswerText.of(tokenizer, s.prompt_ids, params)) for s in streams)
 
 
 class TextStream(Iterator[str]):

@@ -34,11 +34,11 @@ def library(name: str) -> ctypes.CDLL | None:
     Safe when several processes build at once: each compiles for itself, and the last one stays.
     """
     try:
-        path = _target(name)
+        path = place(name)
         if not _is_whole(path):
             _compile(SOURCES / f"{name}.cpp", path)
         return ctypes.CDLL(str(path))
-    except (OSError, subprocess.TimeoutExpired, _NotBuilt) as cause:
+    except (OSError, subprocess.TimeoutExpired) as cause:
         _reasons[name] = str(cause)
         return None
 
@@ -48,17 +48,6 @@ def why_not(name: str) -> str | None:
     return _reasons.get(name)
 
 
-def place(name: str) -> Path:
-    """Where the library of this name lies, or would; OSError, in words, where it cannot be built.
-
-    Builds nothing.
-    """
-    try:
-        return _target(name)
-    except _NotBuilt as cause:
-        raise OSError(str(cause)) from None
-
-
 def compiler() -> str | None:
     """The path of $CXX, or of the first of the usual names; None if there is no such command."""
     wanted = os.environ.get("CXX")
@@ -66,23 +55,22 @@ def compiler() -> str | None:
     return next((found for name in names if (found := shutil.which(name))), None)
 
 
-class _NotBuilt(Exception):
-    """Carries the words for `why_not`."""
-
-
 _reasons: dict[str, str] = {}
 
 
-def _target(name: str) -> Path:
-    """Where the library lies: named by all that its machine code depends on."""
+def place(name: str) -> Path:
+    """Where the library lies, or would: named by all that its machine code depends on.
+
+    Builds nothing. OSError says why nothing can be built.
+    """
     if os.environ.get("SPINDLE_NO_EXT") == "1":
-        raise _NotBuilt("SPINDLE_NO_EXT=1")
+        raise OSError("SPINDLE_NO_EXT=1")
     if sys.platform != "linux":  # elsewhere torch brings another OpenMP runtime
-        raise _NotBuilt(f"not tried on {platform.system()}: plain torch does the work")
+        raise OSError(f"not tried on {platform.system()}: plain torch does the work")
     command = compiler()
     if command is None:
         wanted = os.environ.get("CXX")
-        raise _NotBuilt(f"no C++ compiler: {wanted or ', '.join(COMPILERS)} not found")
+        raise OSError(f"no C++ compiler: {wanted or ', '.join(COMPILERS)} not found")
     source = (SOURCES / f"{name}.cpp").read_bytes()
     parts = [source, " ".join(FLAGS).encode(), _version(command), _processor(), _openmp().encode()]
     digest = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
@@ -120,15 +108,12 @@ def _is_whole(library: Path) -> bool:
 
 
 def _run(command: list[str]) -> None:
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S
-        )
-    except subprocess.TimeoutExpired:
-        raise _NotBuilt(f"{command[0]} took more than {TIMEOUT_S} s") from None
+    done = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S
+    )
     if done.returncode:
         said = (done.stderr or done.stdout).strip()
-        raise _NotBuilt(f"{command[0]} failed with status {done.returncode}: {said[-2000:]}")
+        raise OSError(f"{command[0]} failed with status {done.returncode}: {said[-2000:]}")
 
 
 @functools.cache
@@ -139,7 +124,7 @@ def _openmp() -> str:
         path = line.split(maxsplit=5)[5:]
         if path and Path(path[0]).name.startswith(("libgomp", "libiomp5", "libomp")):
             return path[0]
-    raise _NotBuilt("torch has loaded no OpenMP runtime")
+    raise OSError("torch has loaded no OpenMP runtime")
 
 
 def _version(command: str) -> bytes:

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from spindle import hub
 from spindle.decode.detokenize import AnswerText
 from spindle.decode.logprobs import TokenLogprobs
-from spindle.decode.params import SamplingParams
+from spindle.decode.params import SamplingParams, check_count, check_prompt
 from spindle.errors import RequestError
 from spindle.kvcache.blocks import BlockTable
 from spindle.kvcache.paged import PagedKV
@@ -27,7 +27,7 @@ from spindle.model.weights import load_hf
 from spindle.serve.request import Request, Sequence
 from spindle.serve.runner import Output, Runner
 from spindle.serve.scheduler import Gain, Plan, Scheduler
-from spindle.tokenizer import StreamDecoder, Tokenizer, check_ids
+from spindle.tokenizer import Tokenizer
 
 Prompt = str | Many[int]
 
@@ -116,8 +116,8 @@ class LLM:
         _check_choice("preemption", preemption, ("recompute", "swap"))
         _check_choice("policy", policy, ("continuous", "static"))
         for name, value in (("block_size", block_size), ("max_seqs", max_seqs)):
-            _check_count(name, value)
-        _check_count("max_batch_tokens", max_batch_tokens, max_seqs, f"max_seqs={max_seqs}")
+            check_count(name, value)
+        check_count("max_batch_tokens", max_batch_tokens, max_seqs, f"max_seqs={max_seqs}")
         if isinstance(model, str | Path):
             directory = hub.resolve(model)
             tokenizer = tokenizer or Tokenizer(directory)
@@ -125,16 +125,16 @@ class LLM:
         self.model, self.tokenizer = model, tokenizer
         limit = model.config.max_positions
         self.max_model_len = limit if max_model_len is None else max_model_len
-        _check_count("max_model_len", self.max_model_len)
+        check_count("max_model_len", self.max_model_len)
         if self.max_model_len > limit:
             words = model.config.positions_in_words()
             raise RequestError(f"max_model_len={max_model_len}: the model has {words}")
         if num_blocks is None:
             num_blocks = _default_blocks(model, block_size, max_seqs, self.max_model_len)
-        _check_count("num_blocks", num_blocks)
+        check_count("num_blocks", num_blocks)
         if host_blocks is not None:
-            _check_count("host_blocks", host_blocks, 0, "0")
-        _check_count("trace", trace, 0, "0")
+            check_count("host_blocks", host_blocks, 0)
+        check_count("trace", trace, 0)
         host = (num_blocks if host_blocks is None else host_blocks) * (preemption == "swap")
         self._kv = PagedKV(
             model.config, num_blocks, block_size, model.dtype, model.device, host, prefix_cache
@@ -181,8 +181,8 @@ class LLM:
         request = Request(name, ids, params, order, arrival)
         self.scheduler.add(request)
         self._requests[name] = request
-        if self._limit(request) == 0:  # nothing to run for
-            self._end_unrun(request, "length")
+        if self.scheduler.longest(request) == len(ids):  # nothing to run for
+            self._end_all(request, "length")
             self._ended.append(request)
         return name
 
@@ -194,7 +194,7 @@ class LLM:
         request = self._requests.get(request_id)
         if request is None:
             return None
-        self._end_unrun(request, "abort")
+        self._end_all(request, "abort")
         output = self._close(request)
         if request_id in self._watched:
             self._watched[request_id] = output
@@ -313,18 +313,12 @@ class LLM:
             if self.tokenizer is None:
                 raise RequestError("the prompt is text, and there is no tokenizer: give ids")
             prompt = self.tokenizer.encode(prompt)
-        ids = check_ids(prompt, self.model.config.vocab_size)
-        if not ids:
-            raise RequestError("the prompt has no tokens; expected at least one")
-        return ids
+        return check_prompt(prompt, self.model.config.vocab_size, self.max_model_len)
 
     def _check_params(self, params: SamplingParams) -> None:
         if params.stop and self.tokenizer is None:
             raise RequestError("stop: text to stop at, and there is no tokenizer")
-        try:
-            check_ids(params.stop_token_ids or (), self.model.config.vocab_size)
-        except RequestError as error:
-            raise RequestError(f"stop_token_ids: {error}") from None
+        params.check_ids(self.model.config.vocab_size)
 
     def _add_all(self, prompts: list[Prompt], params: list[SamplingParams | None]) -> list[str]:
         names: list[str] = []
@@ -345,18 +339,13 @@ class LLM:
             name += "'"
         return name
 
-    def _end_unrun(self, request: Request, reason: str) -> None:
+    def _end_all(self, request: Request, reason: str) -> None:
         """End all of a request's answers, those too that were not forked off yet."""
         for sample in range(len(request.sequences), request.params.n):
             table = BlockTable(self._kv.pool)
             request.sequences.append(Sequence(request, sample, request.prompt.copy(), table))
         for sequence in request.sequences:
             self.scheduler.finish(sequence, reason)
-
-    def _limit(self, request: Request) -> int:
-        """How many tokens an answer can have."""
-        room, most = self.max_model_len - len(request.prompt), request.params.max_tokens
-        return room if most is None else min(room, most)
 
     def _take(self, gained: list[Gain], outputs: list[Output]) -> list[RequestOutput]:
         """Note what each sequence gained, and end those that have had enough."""
@@ -377,17 +366,15 @@ class LLM:
     def _read(self, sequence: Sequence) -> None:
         """Turn the newest token to text; end the sequence if it is the last one."""
         params, token = sequence.request.params, sequence.ids[-1]
-        eos_ids = self.model.config.eos_ids
-        ends = token in params.end_ids(eos_ids)
+        ends, reason = params.end(token, self.model.config.eos_ids)
         text = self._text_of(sequence)
         if text is not None:
             text.push(token, ends)
         if ends:
-            is_eos = token in eos_ids and not params.ignore_eos
-            self.scheduler.finish(sequence, "stop", None if is_eos else token)
+            self.scheduler.finish(sequence, "stop", reason)
         elif text is not None and text.stop is not None:
             self.scheduler.finish(sequence, "stop", text.stop)
-        elif sequence.new_tokens == self._limit(sequence.request):
+        elif len(sequence.ids) == self.scheduler.longest(sequence.request):
             self.scheduler.finish(sequence, "length")
         if sequence.finish_reason and text is not None:
             text.flush()
@@ -397,9 +384,7 @@ class LLM:
             return None
         if sequence not in self._texts:
             request = sequence.request
-            decoder = StreamDecoder(self.tokenizer, prompt_ids=request.prompt)
-            params = request.params
-            self._texts[sequence] = AnswerText(decoder, params.stop or (), params.min_tokens)
+            self._texts[sequence] = AnswerText.of(self.tokenizer, request.prompt, request.params)
         return self._texts[sequence]
 
     def _close(self, request: Request) -> RequestOutput:
@@ -506,9 +491,3 @@ def _default_blocks(model: Model, block_size: int, max_seqs: int, max_model_len:
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise RequestError(f"{name}={value!r}: expected {' or '.join(map(repr, choices))}")
-
-
-def _check_count(name: str, value: object, least: int = 1, words: str = "1") -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or value < least:  # type: ignore[operator]
-        raise RequestError(f"{name}={value!r}: expected a whole number of {words} or more")

@@ -74,7 +74,8 @@ class _Draft:
 class Scheduler:
     """The only writer of queues, tables and `stored`; `schedule`, then `commit`, step by step.
 
-    max_seqs: sequences that run at once. max_batch_tokens: rows of a step, at least max_seqs.
+    max_seqs: sequences that run at once. max_batch_tokens: rows of a step, at least max_seqs (a
+    static batch takes all of its prompts at once).
     max_model_len: tokens of a sequence. preemption: "recompute", or "swap" to the host's pool
     while that has room. policy: "continuous", or "static": a batch is admitted when the one before
     has ended, and its finished rows are computed on until then, as padded batches do.
@@ -163,6 +164,11 @@ class Scheduler:
             if sequence in self.running:
                 self.running.remove(sequence)
 
+    def longest(self, request: Request) -> int:
+        """The most tokens that one of its sequences can have."""
+        limit, most = self.max_model_len, request.params.max_tokens
+        return limit if most is None else min(limit, len(request.prompt) + most)
+
     def check(self) -> None:
         """Assert what always holds between steps."""
         live = [*self.running, *self.waiting]
@@ -244,7 +250,7 @@ class Scheduler:
         """
         pool, length = self.pool, len(sequence.ids) + 1
         if self.policy == "static":
-            length = self._longest(sequence.request)
+            length = self.longest(sequence.request)
         if self._still_blocked(sequence):
             return False
         if not sequence.swapped:
@@ -276,7 +282,7 @@ class Scheduler:
         """Blocks that the rows of a static batch will still take."""
         size = self.pool.block_size
         return sum(
-            -(-self._longest(one.request) // size) * one.width - len(one.table.blocks)
+            -(-self.longest(one.request) // size) * one.width - len(one.table.blocks)
             for one in self.running
         )
 
@@ -290,18 +296,9 @@ class Scheduler:
         self.running.insert(self.running.index(parent) + sample, branch)
         return branch
 
-    def _longest(self, request: Request) -> int:
-        """The most tokens that one of its sequences can have."""
-        limit, most = self.max_model_len, request.params.max_tokens
-        return limit if most is None else min(limit, len(request.prompt) + most)
-
     def _refuse_what_cannot_fit(self, request: Request) -> None:
-        n, longest = request.params.n, self._longest(request)
+        n, longest = request.params.n, self.longest(request)
         blocks = -(-(longest - 1) // self.pool.block_size)  # the last token is never stored
-        if len(request.prompt) > self.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(request.prompt)} tokens; at most {self.max_model_len} fit"
-            )
         if blocks > self.pool.num_blocks:
             raise RequestError(
                 f"prompt and answer may take {longest} tokens, {blocks} blocks of "

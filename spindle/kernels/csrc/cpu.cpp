@@ -8,8 +8,7 @@
 //
 // Every sum is taken in one order, whatever T and whatever the number of threads: block by block of
 // K, within a block k by k, then the blocks in turn. So a row has the same bits alone and in any
-// batch. (Blocks also keep the rounding error near sqrt(K) rather than K, and the panel in cache.)
-
+// batch. (Blocks also keep what is read of a panel in the cache while further rows pass over it.)
 //
 // paged_attend: one query a row over that row's keys, found block by block through its table.
 // Scores, softmax and the weighted sum are taken in the order of the positions, so a row's result
