@@ -133,6 +133,28 @@ def greedy(model: Any, ids: list[int], count: int) -> list[int]:
     return out[0, len(ids) :].tolist()
 
 
+@torch.inference_mode()
+def beam_search(
+    model: Any, ids: list[int], width: int, count: int, penalty: float, eos: int
+) -> list[list[int]]:
+    """The answers of transformers' beam search, the best first, each up to its EOS."""
+    prompt = torch.tensor([ids])
+    out = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=count,
+        do_sample=False,
+        num_beams=width,
+        num_return_sequences=width,
+        length_penalty=penalty,
+        early_stopping="never",
+        eos_token_id=eos,
+        pad_token_id=eos,
+    )
+    answers = [row[len(ids) :].tolist() for row in out]
+    return [a[: a.index(eos) + 1] if eos in a else a for a in answers]
+
+
 def inverse_frequencies(directory: Path) -> Tensor:
     """RoPE's radians a position [D/2], as transformers reads them from a config.json."""
     return LlamaRotaryEmbedding(LlamaConfig.from_pretrained(directory)).inv_freq

@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from spindle.decode.beam import Beam, Pick
 from spindle.decode.params import SamplingParams
 from spindle.errors import RequestError
 from spindle.kvcache.blocks import BlockPool
@@ -20,6 +21,12 @@ def token_after(sequence: Sequence, sample: int, ids: list[int]) -> int:
     return hash((sample, *ids)) % 50
 
 
+def picks_after(beams: list[list[int]], width: int) -> list[Pick]:
+    """The stand-in's beam search: who lives on is as good as drawn by lot."""
+    seen = [hash((rank, *map(tuple, beams))) for rank in range(width)]
+    return [Pick(one % len(beams), one // 7 % 50, 0.0) for one in seen]
+
+
 @dataclass
 class Loop:
     """An engine of a scheduler and the stand-in; checks what must hold in every step."""
@@ -28,9 +35,10 @@ class Loop:
     plans: list[Plan] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
 
-    def add(self, prompt: list[int], max_tokens: int, n: int = 1) -> Request:
+    def add(self, prompt: list[int], max_tokens: int, n: int = 1, beams: int = 0) -> Request:
         params = SamplingParams(max_tokens=max_tokens, n=n, seed=0)
         request = Request(str(len(self.requests)), prompt, params, len(self.requests), 0.0)
+        request.beam = Beam(beams, max_tokens) if beams else None
         self.scheduler.add(request)
         self.requests.append(request)
         return request
@@ -44,13 +52,25 @@ class Loop:
             first = sequence.new_tokens == 0 and len(request.sequences) == 1
             samples = range(request.params.n) if first else [sequence.sample]
             ids = [token_after(sequence, s, sequence.ids) for s in samples]
-            outputs.append(ids if chunk.samples else [])
+            outputs.append(ids if chunk.samples and request.beam is None else [])
         for sequence, _, _ in self.scheduler.commit(plan, outputs):
             if sequence.new_tokens == sequence.request.params.max_tokens:
                 self.scheduler.finish(sequence, "length")
+        self.branch(plan)
         self.scheduler.check()
         self.plans.append(plan)
         return plan
+
+    def branch(self, plan: Plan) -> None:
+        """What a beam search does with a step in which it ran."""
+        ran = [c.sequence.request for c in plan.chunks if c.samples and c.sequence.request.beam]
+        for request in dict.fromkeys(ran):
+            if not request.is_finished:
+                beams = [one.ids for one in request.sequences]
+                self.scheduler.branch(request, picks_after(beams, request.width))
+                if request.sequences[0].new_tokens == request.params.max_tokens:
+                    for one in request.sequences:
+                        self.scheduler.finish(one, "length")
 
     def look_at(self, plan: Plan) -> None:
         scheduler = self.scheduler
@@ -64,6 +84,10 @@ class Loop:
             assert c.start + c.count <= table.capacity, "slots that are there"
             assert c.samples == (c.start + c.count == len(ids) and not c.filler)
             assert c.sequence in scheduler.running and not c.sequence.swapped
+            group = c.sequence.request.sequences if c.sequence.request.beam else [c.sequence]
+            assert all(one in scheduler.running for one in group), "a group moves as one"
+            together = [other.samples for other in plan.chunks if other.sequence in group]
+            assert not c.samples or together == [True] * len(group), "and samples as one"
 
     def run(self, most: int = 10_000) -> None:
         for _ in range(most):
@@ -107,6 +131,12 @@ def loop(
 def alone(request: Request, sample: int) -> list[int]:
     """What the stand-in answers to a request that has the engine to itself."""
     ids = request.prompt.copy()
+    if request.beam is not None:
+        beams = [ids]
+        for _ in range(request.sequences[sample].new_tokens):
+            picks = picks_after(beams, request.width)
+            beams = [[*beams[pick.parent], pick.token] for pick in picks]
+        return beams[sample][len(request.prompt) :]
     for _ in range(request.params.max_tokens or 0):
         ids.append(token_after(request.sequences[0], sample, ids))
     return ids[len(request.prompt) :]
@@ -125,10 +155,12 @@ class Traffic(RuleBasedStateMachine):
         seqs=st.integers(1, 5),
         budget=st.integers(5, 20),
         policy=st.sampled_from(["continuous", "continuous", "continuous", "static"]),
+        cache=st.booleans(),
     )
-    def begin(self, blocks, size, host, seqs, budget, policy):
+    def begin(self, blocks, size, host, seqs, budget, policy, cache):
         length = min(24, blocks * size)
         self.loop = loop(blocks, size, host, seqs, budget, length, policy=policy)
+        self.loop.scheduler.pool.index.enabled = cache
         self.aborted = set()
 
     @rule(data=st.data())
@@ -139,6 +171,15 @@ class Traffic(RuleBasedStateMachine):
         most = data.draw(st.integers(1, room - len(prompt)))
         n = data.draw(st.integers(1, min(3, scheduler.max_seqs)))
         self.loop.add(prompt, most, n)
+
+    @rule(data=st.data())
+    def search(self, data):
+        scheduler = self.loop.scheduler
+        width = data.draw(st.integers(1, min(3, scheduler.max_seqs)))
+        blocks = scheduler.pool.num_blocks // width
+        room = min(scheduler.max_model_len, blocks * scheduler.pool.block_size + 1)
+        prompt = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=room - 1))
+        self.loop.add(prompt, data.draw(st.integers(1, room - len(prompt))), beams=width)
 
     @rule(times=st.integers(1, 4))
     def step(self, times):
@@ -174,7 +215,8 @@ class Traffic(RuleBasedStateMachine):
                     assert one.output == expected[: one.new_tokens]
                 else:
                     assert one.output == expected
-            assert request in self.aborted or len(request.sequences) == request.params.n
+                    assert one.new_tokens == request.params.max_tokens
+            assert request in self.aborted or len(request.sequences) == request.width
         self.loop.nothing_is_held()
 
 
@@ -200,7 +242,7 @@ def test_whoever_arrived_first_is_admitted_first_and_nobody_overtakes():
 def test_what_can_never_fit_is_refused_on_add_with_the_numbers():
     """B20, B21, B22: it would block the queue for ever, or outgrow the pool alone."""
     it = loop(blocks=4, length=64)
-    with pytest.raises(RequestError, match="20 tokens, 5 blocks of 4; the pool has 4"):
+    with pytest.raises(RequestError, match="20 tokens, 5 blocks of 4 in all; the pool has 4"):
         it.add([0] * 15, 5)
     with pytest.raises(RequestError, match="n=5: at most max_seqs=4"):
         it.add([0], 1, n=5)
@@ -315,7 +357,7 @@ def test_preempted_at_any_length_the_answer_is_the_same(size):
                 while request.sequences[0].new_tokens < at:
                     it.step()
                 draft = type("Draft", (), {"swap_out": [], "preempted": False})()
-                it.scheduler._preempt(request.sequences[0], draft)
+                it.scheduler._preempt(request.sequences, draft)
                 it.scheduler.check()
             it.run()
             assert request.sequences[0].output == alone(request, 0)

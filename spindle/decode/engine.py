@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NoReturn
 
 import torch
@@ -22,7 +22,8 @@ from spindle.model.layers import Model
 from spindle.tokenizer import check_ids
 
 ROW = 0  # this engine's only sequence
-ELSEWHERE = ("max_tokens", "n", "stop")  # max_new_tokens, `answers` and `stream_text` have these
+# max_new_tokens, `answers` and `stream_text` have these.
+ELSEWHERE = ("max_tokens", "n", "best_of", "stop")
 OPTIONS = ["max_new_tokens", *(f.name for f in fields(SamplingParams) if f.name not in ELSEWHERE)]
 
 
@@ -69,8 +70,8 @@ class Engine:
         """The tokens that follow the prompt, and when they came.
 
         max_new_tokens: None is as many as the context allows, and never are there more than that.
-        `sampling` takes what SamplingParams takes, but for `n` (`answers` has it) and `stop`
-        (`stream_text` has it). An end-of-sequence token or a stop id ends the answer and is its
+        `sampling` takes what SamplingParams takes, but for `n` and `best_of` (`answers` has them)
+        and `stop` (`stream_text` has it). An end-of-sequence token or a stop id ends the answer and is its
         last id. Raises RequestError before anything runs, NumericsError if nothing can be sampled.
         An interrupt loses the tokens; `stream` keeps them.
         """
@@ -86,7 +87,7 @@ class Engine:
         is unfinished when the engine is given anything else raises RequestError from then on.
         """
         for name in sampling:
-            if name not in (*OPTIONS, "n", "stop"):  # those two are refused with a better word
+            if name not in (*OPTIONS, "n", "best_of", "stop"):  # those are refused in better words
                 raise RequestError(f"{name}: no such option; expected one of {', '.join(OPTIONS)}")
         try:
             params = SamplingParams(max_tokens=max_new_tokens, **sampling)
@@ -95,7 +96,7 @@ class Engine:
         return self.stream_with(ids, params)
 
     def stream_with(self, ids: Iterable[int], params: SamplingParams) -> Stream:
-        """Like `stream`, for parameters that are made already. RequestError: `n` or `stop`."""
+        """Like `stream`, for parameters that are made already. RequestError: for more answers."""
         if params.n != 1:
             raise RequestError(f"n={params.n}: a stream is one answer; use Engine.answers for more")
         return next(self.streams(ids, params))
@@ -103,13 +104,27 @@ class Engine:
     def answers(self, ids: Iterable[int], params: SamplingParams) -> list[Answer]:
         """The `params.n` answers to a prompt, which is run once; each is what it is without others.
 
-        They come one after another, and the stats of each begin with its turn. Raises RequestError
-        before anything runs, NumericsError if nothing can be sampled.
+        They come one after another, and the stats of each begin with its turn; of `best_of` the n
+        likeliest are given, the likeliest first. Raises RequestError before anything runs,
+        NumericsError if nothing can be sampled.
         """
-        return [Answer.of(stream) for stream in self.streams(ids, params)]
+        if not params.selects:
+            return [Answer.of(stream) for stream in self.streams(ids, params)]
+        summed = replace(params, n=params.samples, best_of=None, logprobs=params.logprobs or 0)
+        answers = [Answer.of(stream) for stream in self.streams(ids, summed)]
+        best = sorted(answers, key=lambda answer: -answer.cumulative_logprob)[: params.n]
+        return best if params.logprobs is not None else [replace(a, logprobs=None) for a in best]
 
     def streams(self, ids: Iterable[int], params: SamplingParams) -> Iterator[Stream]:
-        """The same answers as streams: one is run to its end, or closed, before the next."""
+        """The same answers as streams: one is run to its end, or closed, before the next.
+
+        RequestError, as `answers`, and for best_of > n.
+        """
+        if params.selects:
+            raise RequestError(
+                f"best_of={params.best_of}: which {params.n} are given is known at the end; "
+                "expected `answers`, or best_of=None"
+            )
         prompt, params = self._checked(ids), self._checked_params(params)
         after_prompt: list[Tensor] = []
 

@@ -58,6 +58,8 @@ class SamplingParams:
     logprobs: report so many likeliest tokens at each step, 0 .. 20, besides the sampled one; None:
         no log-probabilities at all.
     n: answers to the prompt, 1 .. 128; each draws its own numbers, so not more than 1 if greedy.
+    best_of: answers that are made, n .. 128, of which the n likeliest are given, the likeliest
+        first (the sum of their tokens' logprobs, as reported, decides); None: n.
     `stop` and `stop_token_ids` are kept as tuples, empty for None. Raises RequestError, naming
     the field, on construction.
     """
@@ -77,6 +79,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logprobs: int | None = None
     n: int = 1
+    best_of: int | None = None
 
     def __post_init__(self) -> None:
         self._check_length()
@@ -87,12 +90,26 @@ class SamplingParams:
             right = f"a whole number from 0 to {MAX_LOGPROBS}, or None"
             self._whole("logprobs", 0, MAX_LOGPROBS, right)
         self._whole("n", 1, MAX_N, f"a whole number from 1 to {MAX_N}")
-        if self.n > 1 and self.temperature == 0:
-            self._refuse("n", "1 at temperature=0: greedy answers are all the same")
+        if self.best_of is not None:
+            right = f"a whole number from n={self.n} to {MAX_N}, or None"
+            self._whole("best_of", self.n, MAX_N, right)
+        for name in ("n", "best_of"):
+            if (getattr(self, name) or 1) > 1 and self.temperature == 0:
+                self._refuse(name, "1 at temperature=0: greedy answers are all the same")
 
     def seeded(self) -> SamplingParams:
         """The same parameters with a seed: the one they have, or a fresh one."""
         return self if self.seed is not None else replace(self, seed=secrets.randbits(63))
+
+    @property
+    def samples(self) -> int:
+        """How many answers are made."""
+        return self.best_of or self.n
+
+    @property
+    def selects(self) -> bool:
+        """Whether some answers are made and not given."""
+        return self.samples > self.n
 
     @property
     def penalises(self) -> bool:

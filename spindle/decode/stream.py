@@ -61,6 +61,11 @@ class Answer:
     stop_reason: int | str | None
     stats: Stats
 
+    @property
+    def cumulative_logprob(self) -> float:
+        """The sum of the tokens' logprobs; 0 if none were asked for."""
+        return sum(record.sampled.logprob for record in self.logprobs or ())
+
     @staticmethod
     def of(stream: Stream) -> Answer:
         """Run a stream to its end."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -16,72 +16,22 @@ import torch
 from tqdm import tqdm
 
 from spindle import hub
+from spindle.decode.beam import Beam
 from spindle.decode.detokenize import AnswerText
-from spindle.decode.logprobs import TokenLogprobs
 from spindle.decode.params import SamplingParams, check_count, check_prompt
-from spindle.errors import RequestError
+from spindle.errors import RequestError, shown
 from spindle.kvcache.blocks import BlockTable
 from spindle.kvcache.paged import PagedKV
 from spindle.model.layers import Model
 from spindle.model.weights import load_hf
+from spindle.serve.interrupts import held_back
+from spindle.serve.outputs import Delta, RequestOutput, output_of
 from spindle.serve.request import Request, Sequence
 from spindle.serve.runner import Output, Runner
 from spindle.serve.scheduler import Gain, Plan, Scheduler
 from spindle.tokenizer import Tokenizer
 
 Prompt = str | Many[int]
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One of a request's n answers, as far as it is; `finish_reason` is None until it has ended.
-
-    It is "stop", "length", "abort" or "error" then; `stop_reason` is the stop string or the stop
-    id, None for an EOS.
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None
-    cumulative_logprob: float | None  # the sum of the tokens' logprobs, if they were asked for
-    finish_reason: str | None
-    stop_reason: int | str | None
-
-
-@dataclass(frozen=True)
-class Metrics:
-    """When things happened to a request, in seconds of the engine's clock; None: not yet."""
-
-    arrival: float
-    scheduled: float | None
-    first_token: float | None
-    last_token: float | None
-    finished: float | None
-    preemptions: int
-    cached_tokens: int
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """A request as a whole, as far as it is."""
-
-    request_id: str
-    prompt_ids: list[int]
-    outputs: list[Completion]
-    finished: bool
-    seed: int
-    metrics: Metrics
-
-
-@dataclass(frozen=True)
-class Delta:
-    """What one step added to an answer."""
-
-    text: str
-    token_ids: list[int]
-    index: int = 0
-    finish_reason: str | None = None
 
 
 class LLM:
@@ -174,17 +124,19 @@ class LLM:
         params = (params or SamplingParams()).seeded()
         ids = self._prompt_ids(prompt)
         self._check_params(params)
+        if request_id in self._requests:
+            raise RequestError(f"request_id {request_id!r}: in use by a request that is unfinished")
         order = next(self._orders)
         name = self._free_name(order) if request_id is None else request_id
-        if name in self._requests:
-            raise RequestError(f"request_id {name!r}: in use by a request that is unfinished")
-        request = Request(name, ids, params, order, arrival)
+        return self._queue(Request(name, ids, params, order, arrival))
+
+    def _queue(self, request: Request) -> str:
         self.scheduler.add(request)
-        self._requests[name] = request
-        if self.scheduler.longest(request) == len(ids):  # nothing to run for
+        self._requests[request.id] = request
+        if self.scheduler.longest(request) == len(request.prompt):  # nothing to run for
             self._end_all(request, "length")
             self._ended.append(request)
-        return name
+        return request.id
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request where it is, with reason "abort", and give back what it holds.
@@ -224,7 +176,9 @@ class LLM:
     def _run_once(self) -> list[RequestOutput]:
         ended = [self._close(request) for request in self._ended if request.finished is None]
         self._ended.clear()
-        plan = self.scheduler.schedule()
+        with held_back():
+            plan = self.scheduler.schedule()
+            self._runner.move(plan)
         if not plan.chunks:
             return ended
         now = self._clock()
@@ -233,16 +187,24 @@ class LLM:
                 chunk.sequence.request.scheduled = now
         if self.trace.maxlen:
             self.trace.append(plan)
-        outputs = self._runner.run(plan)
-        gained = self.scheduler.commit(plan, [output.ids for output in outputs])
-        return ended + self._take(gained, outputs)
+        outputs = self._runner.run(plan)  # broken off here, the step is planned anew
+        now = self._clock()
+        with held_back():
+            gained = self.scheduler.commit(plan, [output.ids for output in outputs])
+            touched = self._take(gained, outputs, now) + self._advance_beams(plan, outputs, now)
+            return ended + [self._close(r) if r.is_finished else self._output(r) for r in touched]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> DeltaStream:
         """The answer to one prompt as it comes, beside whatever else is unfinished here.
 
         Closing it aborts the request. With n > 1 the deltas of the answers alternate; the last one
-        of an answer says why it ended.
+        of an answer says why it ended. Raises RequestError as `add` does, and for best_of > n.
         """
+        if params is not None and params.selects:
+            raise RequestError(
+                f"best_of={params.best_of}: which {params.n} are given is known at the end; "
+                "expected `generate`, or best_of=None"
+            )
         name = self.add(prompt, params)
         self._watched[name] = None
         return DeltaStream(self, name)
@@ -264,7 +226,69 @@ class LLM:
             each = list(params)
         if len(each) != len(many):
             raise RequestError(f"{len(each)} params for {len(many)} prompts: expected one each")
-        names = self._add_all(many, each)
+        return self._run_to_the_end(self._add_all(many, each), progress)
+
+    def chat(
+        self,
+        messages: Many[Mapping[str, Any]] | Many[Many[Mapping[str, Any]]],
+        params: SamplingParams | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several, written by the model's chat template."""
+        if self.tokenizer is None:
+            raise RequestError("chat: the model was given without a tokenizer")
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        talks: Any = [messages] if one else messages
+        return self.generate([self.tokenizer.encode_chat(talk) for talk in talks], params)
+
+    def beam_search(
+        self,
+        prompt: Prompt,
+        width: int = 4,
+        max_tokens: int | None = 16,
+        length_penalty: float = 1.0,
+        ignore_eos: bool = False,
+    ) -> RequestOutput:
+        """The `width` answers that beam search finds best, the best first (`decode.beam`).
+
+        Runs like any other request, beside whatever else is unfinished here; the beams share
+        blocks as long as their tokens are the same. length_penalty: above 0 favours long answers.
+        Raises RequestError as `add` does.
+        """
+        arrival, params = (
+            self._clock(),
+            SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=ignore_eos, seed=0),
+        )
+        check_count("width", width)
+        if not isinstance(length_penalty, int | float) or not math.isfinite(length_penalty):
+            raise RequestError(f"length_penalty={shown(length_penalty)}: expected a number")
+        order, ids = next(self._orders), self._prompt_ids(prompt)
+        request = Request(self._free_name(order), ids, params, order, arrival)
+        limit, ends = self.scheduler.longest(request) - len(ids), self.model.config.eos_ids
+        request.beam = Beam(width, limit, length_penalty, params.end_ids(ends))
+        return self._run_to_the_end([self._queue(request)])[0]
+
+    @property
+    def stats(self) -> dict[str, int]:
+        """How things stand: sequences waiting and running, and the blocks of the pool.
+
+        `blocks_named` counts a block once for every sequence that has it (the logical blocks),
+        `blocks_held` once (the physical ones).
+        """
+        pool = self._kv.pool
+        return {
+            "waiting": sum(one.finish_reason is None for one in self.scheduler.waiting),
+            "running": sum(one.finish_reason is None for one in self.scheduler.running),
+            "blocks_total": pool.num_blocks,
+            "blocks_free": pool.free - pool.cached,
+            "blocks_cached": pool.cached,
+            "blocks_held": pool.num_blocks - pool.free,
+            "blocks_named": sum(len(one.table.blocks) for one in self.scheduler.running),
+        }
+
+    # --- the parts of the above -----------------------------------------------------------------
+
+    def _run_to_the_end(self, names: list[str], progress: bool = False) -> list[RequestOutput]:
+        """Step until these requests have ended; if that is broken off, they are aborted."""
         done, mine = dict[str, RequestOutput](), set(names)
         self._watched |= dict.fromkeys(names)
         try:
@@ -279,34 +303,6 @@ class LLM:
                 self.abort(name)
                 self._watched.pop(name, None)
         return [done[name] for name in names]
-
-    def chat(
-        self,
-        messages: Many[Mapping[str, Any]] | Many[Many[Mapping[str, Any]]],
-        params: SamplingParams | None = None,
-    ) -> list[RequestOutput]:
-        """Answer one conversation, or several, written by the model's chat template."""
-        if self.tokenizer is None:
-            raise RequestError("chat: the model was given without a tokenizer")
-        one = bool(messages) and isinstance(messages[0], Mapping)
-        talks: Any = [messages] if one else messages
-        return self.generate([self.tokenizer.encode_chat(talk) for talk in talks], params)
-
-    @property
-    def stats(self) -> dict[str, int]:
-        """How things stand: sequences waiting and running, and the blocks of the pool."""
-        pool = self._kv.pool
-        return {
-            "waiting": sum(one.finish_reason is None for one in self.scheduler.waiting),
-            "running": sum(one.finish_reason is None for one in self.scheduler.running),
-            "blocks_total": pool.num_blocks,
-            "blocks_free": pool.free - pool.cached,
-            "blocks_cached": pool.cached,
-            "blocks_held": pool.num_blocks - pool.free,
-            "blocks_named": sum(len(one.table.blocks) for one in self.scheduler.running),
-        }
-
-    # --- the parts of the above -----------------------------------------------------------------
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -341,27 +337,62 @@ class LLM:
 
     def _end_all(self, request: Request, reason: str) -> None:
         """End all of a request's answers, those too that were not forked off yet."""
-        for sample in range(len(request.sequences), request.params.n):
-            table = BlockTable(self._kv.pool)
-            request.sequences.append(Sequence(request, sample, request.prompt.copy(), table))
+        if request.sequences[0].new_tokens == 0:
+            for sample in range(len(request.sequences), request.width):
+                table = BlockTable(self._kv.pool)
+                request.sequences.append(Sequence(request, sample, request.prompt.copy(), table))
         for sequence in request.sequences:
             self.scheduler.finish(sequence, reason)
 
-    def _take(self, gained: list[Gain], outputs: list[Output]) -> list[RequestOutput]:
-        """Note what each sequence gained, and end those that have had enough."""
-        now = self._clock()
+    def _take(self, gained: list[Gain], outputs: list[Output], now: float) -> list[Request]:
+        """Note what each sequence gained, end those that have had enough; returns whose they are.
+
+        A beam search gains nothing here, but if one of its sequences is broken, all of it is.
+        """
         for sequence, chunk, n in gained:
             request, record = sequence.request, outputs[chunk].logprobs[n]
             if sequence.finish_reason == "error":
+                if request.beam is not None:
+                    self._end_all(request, "error")
                 continue
-            request.last_token = now
-            if request.first_token is None:
-                request.first_token = now
+            _note_time(request, now)
             if record is not None:
-                sequence.logprobs.append(record)
+                sequence.cumulative += record.sampled.logprob
+                if request.params.logprobs is not None:
+                    sequence.logprobs.append(record)
             self._read(sequence)
-        touched = dict.fromkeys(one.sequence.request for one in gained)
-        return [self._close(r) if r.is_finished else self._output_of(r) for r in touched]
+        return list(dict.fromkeys(one.sequence.request for one in gained))
+
+    def _advance_beams(self, plan: Plan, outputs: list[Output], now: float) -> list[Request]:
+        """Let the beam searches that ran go on from their candidates, or end; returns them."""
+        ran: dict[Request, list[list[tuple[int, float]]]] = {}
+        for chunk, output in zip(plan.chunks, outputs, strict=True):
+            if output.candidates and not chunk.sequence.request.is_finished:
+                ran.setdefault(chunk.sequence.request, []).append(output.candidates)
+        for request, candidates in ran.items():
+            assert request.beam is not None
+            _note_time(request, now)
+            beams = [(one.output, one.cumulative) for one in request.sequences]
+            picks = request.beam.advance(beams, candidates)
+            if picks:
+                self.scheduler.branch(request, picks)
+            else:
+                self._end_search(request, request.beam)
+        return list(ran)
+
+    def _end_search(self, request: Request, beam: Beam) -> None:
+        """Give the blocks back; the answers are what the search found, not what it ended with."""
+        self._end_all(request, "stop")
+        request.sequences = []
+        for rank, found in enumerate(beam.hypotheses):
+            ids = [*request.prompt, *found.ids]
+            answer = Sequence(request, rank, ids, BlockTable(self._kv.pool))
+            answer.cumulative, answer.finish_reason = found.cumulative, found.finish_reason
+            request.sequences.append(answer)
+            text = self._text_of(answer)
+            for at, token in enumerate(found.ids, 1):
+                if text is not None:
+                    text.push(token, found.finish_reason == "stop" and at == len(found.ids))
 
     def _read(self, sequence: Sequence) -> None:
         """Turn the newest token to text; end the sequence if it is the last one."""
@@ -393,41 +424,18 @@ class LLM:
         for sequence in request.sequences:
             if sequence in self._texts:
                 self._texts[sequence].flush()
-        output = self._output_of(request)
+        output = self._output(request)
         for sequence in request.sequences:
             self._texts.pop(sequence, None)
         del self._requests[request.id]
         return output
 
-    def _output_of(self, request: Request) -> RequestOutput:
-        metrics = Metrics(
-            request.arrival,
-            request.scheduled,
-            request.first_token,
-            request.last_token,
-            request.finished,
-            request.preemptions,
-            request.cached_tokens,
-        )
-        outputs = [self._completion(sequence) for sequence in request.sequences]
-        seed = request.params.seed
-        assert seed is not None
-        return RequestOutput(
-            request.id, request.prompt.copy(), outputs, request.is_finished, seed, metrics
-        )
+    def _output(self, request: Request) -> RequestOutput:
+        def words(sequence: Sequence) -> str:
+            text = self._texts.get(sequence)
+            return "" if text is None else text.text
 
-    def _completion(self, sequence: Sequence) -> Completion:
-        wanted = sequence.request.params.logprobs is not None
-        text = self._texts.get(sequence)
-        return Completion(
-            sequence.sample,
-            text.text if text is not None else "",
-            sequence.output,
-            sequence.logprobs.copy() if wanted else None,
-            sum(record.sampled.logprob for record in sequence.logprobs) if wanted else None,
-            sequence.finish_reason,
-            sequence.stop_reason,
-        )
+        return output_of(request, words)
 
 
 class DeltaStream(Iterator[Delta]):
@@ -469,6 +477,13 @@ def _new_in(output: RequestOutput, seen: dict[int, tuple[int, int, bool]]) -> It
             seen[one.index] = now
             text, ids = one.text[before[0] :], one.token_ids[before[1] :]
             yield Delta(text, ids, one.index, one.finish_reason)
+
+
+def _note_time(request: Request, now: float) -> None:
+    """A token has just come."""
+    request.last_token = now
+    if request.first_token is None:
+        request.first_token = now
 
 
 def _is_one(prompts: Any) -> bool:

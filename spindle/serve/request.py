@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from spindle.decode.beam import Beam
 from spindle.decode.logprobs import TokenLogprobs
 from spindle.decode.params import SamplingParams
 from spindle.kvcache.blocks import BlockTable
@@ -21,6 +22,7 @@ class Request:
     params: SamplingParams
     order: int
     arrival: float
+    beam: Beam | None = None  # a beam search: its sequences are planned and preempted as one
     scheduled: float | None = None  # first planned
     first_token: float | None = None
     last_token: float | None = None
@@ -34,6 +36,11 @@ class Request:
         """Whether all of its answers have ended."""
         return all(sequence.finish_reason for sequence in self.sequences)
 
+    @property
+    def width(self) -> int:
+        """Sequences that it becomes after its prompt."""
+        return self.params.samples if self.beam is None else self.beam.width
+
 
 class Sequence:
     """One answer: its ids, its blocks, and how many of its ids are stored in them.
@@ -43,12 +50,13 @@ class Sequence:
     """
 
     def __init__(self, request: Request, sample: int, ids: list[int], table: BlockTable) -> None:
-        self.request, self.sample = request, sample  # which of the request's n answers
+        self.request, self.sample = request, sample  # which of the request's answers
         self.ids, self.table = ids, table  # prompt and output
         self.stored = 0
         self.swapped = False
         self.waits_for_ending = -1  # a preempted one resumes after that many endings
         self.logprobs: list[TokenLogprobs] = []
+        self.cumulative = 0.0  # sum of its tokens' logprobs, where somebody asks for it
         self.finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"
         self.stop_reason: int | str | None = None
 
@@ -74,9 +82,9 @@ class Sequence:
 
     @property
     def width(self) -> int:
-        """The sequences that this one stands for: n before the first token, then 1."""
+        """The sequences that this one stands for: all before the first token, then 1."""
         request = self.request
-        return request.params.n - len(request.sequences) + 1 if self.new_tokens == 0 else 1
+        return request.width - len(request.sequences) + 1 if self.new_tokens == 0 else 1
 
     def __repr__(self) -> str:
         return f"{self.request.id}.{self.sample} ({self.stored} of {len(self.ids)} stored)"

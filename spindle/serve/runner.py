@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -12,6 +12,7 @@ from spindle.decode.sampling import SamplingRows, sample
 from spindle.kvcache.index import StepIndex
 from spindle.kvcache.paged import PagedKV
 from spindle.model.layers import Model
+from spindle.serve.request import Request
 from spindle.serve.scheduler import Chunk, Plan
 
 
@@ -21,19 +22,23 @@ class Output:
 
     ids: list[int]
     logprobs: list[TokenLogprobs | None]
+    candidates: list[tuple[int, float]] = field(default_factory=list)  # of a beam: (id, logprob)
 
 
 class Runner:
-    """Runs plans on one model over one paged cache; it decides nothing."""
+    """Carries out plans on one model over one paged cache; it decides nothing."""
 
     def __init__(self, model: Model, kv: PagedKV) -> None:
         self.model, self.kv = model, kv
 
-    def run(self, plan: Plan) -> list[Output]:
-        """Do the plan's copies and its pass; one output a chunk, empty where nothing is sampled."""
+    def move(self, plan: Plan) -> None:
+        """Do what the plan's tables take for done: blocks are swapped out, swapped in, copied."""
         self.kv.swap_out(plan.swap_out)
         self.kv.swap_in(plan.swap_in)
         self.kv.copy(plan.copies)
+
+    def run(self, plan: Plan) -> list[Output]:
+        """The plan's pass, after its moves; one output a chunk, empty where nothing is sampled."""
         chunks, device = plan.chunks, self.model.device
         index = StepIndex.of([(n, c.start, c.count) for n, c in enumerate(chunks)], device)
         view = self.kv.view(index, [chunk.sequence.table for chunk in chunks])
@@ -60,11 +65,16 @@ class Runner:
         logits = self.model.logits(hidden[[ends[n] for n, _ in rows]])  # [R, V]
         position = [len(chunks[n].sequence.ids) for n, _ in rows]
         tokens = sample(logits, sampling, torch.tensor(position, device=logits.device))  # [R]
-        wanted = [chunks[n].sequence.request.params.logprobs for n, _ in rows]
+        wanted = [_logprobs(chunks[n].sequence.request) for n, _ in rows]
         most = max((k for k in wanted if k is not None), default=None)
         table = tokens[:, None, None] if most is None else logprob_table(logits, tokens, most)
         for (n, _), k, row in zip(rows, wanted, table.tolist(), strict=True):
-            outputs[n].ids.append(int(row[0][0]))
+            token, request = int(row[0][0]), chunks[n].sequence.request
+            if request.beam is not None and token >= 0:
+                its = row[1 : request.beam.considered + 1]
+                outputs[n].candidates.extend((int(i), logprob) for i, logprob, _ in its)
+                continue
+            outputs[n].ids.append(token)
             outputs[n].logprobs.append(None if k is None else token_logprobs(row[: k + 1]))
         return outputs
 
@@ -81,9 +91,18 @@ class Runner:
         )
 
 
+def _logprobs(request: Request) -> int | None:
+    """How many likeliest tokens its rows need the logprobs of, besides the sampled one."""
+    if request.beam is not None:
+        return request.beam.considered
+    if request.params.selects:
+        return request.params.logprobs or 0
+    return request.params.logprobs
+
+
 def _samples(chunk: Chunk) -> range:
-    """The answers that go on from a chunk: at the end of a prompt all n, else its own."""
+    """The answers that go on from a chunk: at the end of a prompt all of them, else its own."""
     sequence = chunk.sequence
     if sequence.new_tokens == 0 and len(sequence.request.sequences) == 1:
-        return range(sequence.request.params.n)
+        return range(sequence.request.params.samples)
     return range(sequence.sample, sequence.sample + 1)

@@ -12,6 +12,9 @@ unfinished sequence gains in every step, and each of the others after a bounded 
 
 A preempted sequence resumes when another one has ended since, or when nothing runs. So it is
 preempted at most once more than sequences end during its life: the pool cannot thrash.
+
+A *group* is what is planned, preempted and admitted as one: the sequences of a beam search, and of
+everything else each sequence alone.
 """
 
 from __future__ import annotations
@@ -21,8 +24,9 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from spindle.decode.beam import Pick
 from spindle.errors import OutOfBlocks, RequestError
-from spindle.kvcache.blocks import BlockPool, BlockTable, Copy, move
+from spindle.kvcache.blocks import BlockPool, BlockTable, Copy, move, needed
 from spindle.serve.request import Request, Sequence
 
 
@@ -119,9 +123,9 @@ class Scheduler:
         decodes = sum(one.pending == 1 for one in self.running)
         static = self.policy == "static"  # a padded batch takes all of its prompts at once
         draft = _Draft(2**62 if static else self.max_batch_tokens - decodes)
-        for sequence in self.running.copy():
-            if sequence in self.running:  # not preempted in the meantime
-                self._go_on(sequence, draft)
+        for group in _groups(self.running):
+            if group[0] in self.running:  # not preempted in the meantime
+                self._go_on(group, draft)
         if not draft.preempted and not (static and self.running):
             self._admit(draft)
         return draft.plan()
@@ -163,6 +167,8 @@ class Scheduler:
             sequence.table.release()
             if sequence in self.running:
                 self.running.remove(sequence)
+        else:  # a filler, which computes its last token over and over
+            sequence.stored = min(sequence.stored, len(sequence.ids) - 1)
 
     def longest(self, request: Request) -> int:
         """The most tokens that one of its sequences can have."""
@@ -187,90 +193,114 @@ class Scheduler:
 
     # --- the parts of a step --------------------------------------------------------------------
 
-    def _go_on(self, sequence: Sequence, draft: _Draft) -> None:
-        """Plan a running sequence's next tokens, at the cost of younger ones if it must be."""
-        count = 1 if sequence.pending == 1 else min(sequence.pending, draft.budget)
-        if count <= 0:
-            return
-        while not self._reserve(sequence, count, draft):
-            victim = self.running[-1]
-            self._preempt(victim, draft)
-            if victim is sequence:
+    def _go_on(self, group: list[Sequence], draft: _Draft) -> None:
+        """Plan a running group's next tokens, at the cost of younger ones if it must be."""
+        counts = _counts(group, draft.budget)
+        while not self._reserve(group, counts, draft):
+            victims = _groups(self.running)[-1]
+            self._preempt(victims, draft)
+            if victims[0] is group[0]:
                 return
-        if sequence.pending > 1:
-            draft.budget -= count
+        prompts = (n for one, n in zip(group, counts, strict=True) if one.pending > 1)
+        draft.budget -= sum(prompts)
 
-    def _reserve(self, sequence: Sequence, count: int, draft: _Draft) -> bool:
-        start, stop = sequence.stored, sequence.stored + count
+    def _reserve(self, group: list[Sequence], counts: list[int], draft: _Draft) -> bool:
+        """Plan so many tokens of each; false, and nothing has changed, if blocks are missing."""
+        pairs = [(one, count) for one, count in zip(group, counts, strict=True) if count]
+        spans = [(one.table, one.stored, one.stored + count) for one, count in pairs]
+        if len(spans) > 1 and needed(spans) > self.pool.free:
+            return False
         try:
-            draft.copies += sequence.table.reserve(start, stop)
+            for table, start, stop in spans:
+                draft.copies += table.reserve(start, stop)
         except OutOfBlocks:
             return False
-        filler = sequence.finish_reason is not None
-        samples = stop == len(sequence.ids) and not filler
-        draft.chunks.append(Chunk(sequence, start, count, samples, filler))
+        for one, count in pairs:
+            filler = one.finish_reason is not None
+            samples = count == one.pending and not filler
+            draft.chunks.append(Chunk(one, one.stored, count, samples, filler))
         return True
 
-    def _preempt(self, sequence: Sequence, draft: _Draft) -> None:
-        """Take a running sequence's blocks away; it waits in front of all that are younger."""
-        self.running.remove(sequence)
-        self.waiting.appendleft(sequence)
-        sequence.waits_for_ending = self._endings + 1
-        sequence.request.preemptions += 1
+    def _preempt(self, group: list[Sequence], draft: _Draft) -> None:
+        """Take a running group's blocks away; it waits in front of all that are younger."""
         draft.preempted = True
-        table, host = sequence.table, self.host
-        if self.preemption == "swap" and host is not None and len(table.blocks) <= host.free:
-            (sequence.table,), copies = move([table], host)
-            sequence.swapped = True
+        group[0].request.preemptions += 1
+        for one in reversed(group):
+            self.running.remove(one)
+            self.waiting.appendleft(one)
+            one.waits_for_ending = self._endings + 1
+        tables, host = [one.table for one in group], self.host
+        if self.preemption == "swap" and host is not None and _held(tables) <= host.free:
+            moved, copies = move(tables, host)
+            for one, table in zip(group, moved, strict=True):
+                one.table, one.swapped = table, True
             draft.swap_out += copies
         else:
-            table.release()
-            sequence.stored = 0
+            for one in group:
+                one.table.release()
+                one.stored = 0
 
     def _admit(self, draft: _Draft) -> None:
-        """Start or resume the oldest waiting sequences while slots, blocks and budget last."""
-        while self.waiting and draft.budget > 0:
-            sequence = self.waiting[0]
+        """Start or resume the oldest waiting group while slots, blocks and budget last."""
+        while self.waiting:
+            group = self._next_group()
             seats = self.max_seqs - sum(one.width for one in self.running)
-            blocked = bool(self.running) and self._endings < sequence.waits_for_ending
-            if sequence.width > seats or blocked or not self._start(sequence, draft):
+            blocked = bool(self.running) and self._endings < group[0].waits_for_ending
+            too_many = len(group) > draft.budget or sum(one.width for one in group) > seats
+            if too_many or blocked or not self._start(group, draft):
                 return
-            self.waiting.popleft()
-            self.running.append(sequence)
-            count = min(sequence.pending, draft.budget)
-            assert self._reserve(sequence, count, draft), "its blocks were counted"
-            draft.budget -= count
+            for one in group:
+                self.waiting.popleft()
+                self.running.append(one)
+            counts = _counts(group, draft.budget)
+            assert self._reserve(group, counts, draft), "its blocks were counted"
+            draft.budget -= sum(counts)
             self._drop_finished()
 
-    def _start(self, sequence: Sequence, draft: _Draft) -> bool:
-        """Give a waiting sequence what it has in a cache; false if its blocks do not fit.
+    def _next_group(self) -> list[Sequence]:
+        """The oldest that wait: one, or all of a beam."""
+        first = self.waiting[0]
+        beam = first.request.sequences if first.request.beam else ()
+        return [one for one in beam if not one.finish_reason] or [first]
+
+    def _start(self, group: list[Sequence], draft: _Draft) -> bool:
+        """Give a waiting group what it has in a cache; false if its blocks do not fit.
 
         All of its tokens must fit, and a block for each that runs: else it would be the first to
         be preempted again.
         """
-        pool, length = self.pool, len(sequence.ids) + 1
-        if self.policy == "static":
-            length = self.longest(sequence.request)
-        if self._still_blocked(sequence):
+        if self._still_blocked(group[0]):
             return False
-        if not sequence.swapped:
-            sequence.stored = sequence.table.adopt(sequence.ids)
-        held = 0 if sequence.swapped else len(sequence.table.blocks)
-        blocks = -(-length // pool.block_size) * sequence.width
+        swapped, tables = group[0].swapped, [one.table for one in group]
+        if not swapped:
+            for one in group:
+                one.stored = one.table.adopt(one.ids)
+        held = 0 if swapped else sum(len(table.blocks) for table in tables)
         spare = len(self.running) if self.policy == "continuous" else self._promised()
-        if blocks - held + spare > pool.free and self.running:
-            if not sequence.swapped:
-                sequence.table.release()
-                sequence.stored = 0
-            self._blocked = (sequence, pool.free, len(self.running))
+        if sum(map(self._blocks_to_begin, group)) - held + spare > self.pool.free and self.running:
+            if not swapped:
+                for one in group:
+                    one.table.release()
+                    one.stored = 0
+            self._blocked = (group[0], self.pool.free, len(self.running))
             return False
-        if sequence.swapped:
-            (sequence.table,), copies = move([sequence.table], pool)
-            sequence.swapped = False
+        if swapped:
+            moved, copies = move(tables, self.pool)
+            for one, table in zip(group, moved, strict=True):
+                one.table, one.swapped = table, False
             draft.swap_in += copies
-        elif sequence.new_tokens == 0 and sequence.waits_for_ending < 0:
-            sequence.request.cached_tokens = sequence.stored
+        elif group[0].new_tokens == 0 and group[0].waits_for_ending < 0:
+            group[0].request.cached_tokens = group[0].stored
         return True
+
+    def _blocks_to_begin(self, sequence: Sequence) -> int:
+        """Blocks for what it has and its next token, in a static batch for all it may ever have.
+
+        Whatever it may share is not counted on.
+        """
+        static = self.policy == "static"
+        length = self.longest(sequence.request) if static else len(sequence.ids) + 1
+        return -(-length // self.pool.block_size) * sequence.width
 
     def _still_blocked(self, sequence: Sequence) -> bool:
         """Whether it did not fit before, and nothing was freed since: then it need not be tried."""
@@ -286,6 +316,23 @@ class Scheduler:
             for one in self.running
         )
 
+    def branch(self, request: Request, picks: Many[Pick]) -> None:
+        """The sequences of a beam search become what was picked of them, each with its new token.
+
+        They share the blocks of the ones that they continue; who was not picked gives them back.
+        """
+        before, after = request.sequences, []
+        for sample, (parent, token, cumulative) in enumerate(picks):
+            one = before[parent]
+            twin = Sequence(request, sample, [*one.ids, token], one.table.fork())
+            twin.stored, twin.cumulative = one.stored, cumulative
+            after.append(twin)
+        at = self.running.index(before[0])
+        self.running[at : at + len(before)] = after
+        for one in before:
+            one.table.release()
+        request.sequences = after
+
     def _fork(self, parent: Sequence, sample: int) -> Sequence:
         """Another answer to the same prompt: the same blocks, until one of them writes."""
         request = parent.request
@@ -297,16 +344,20 @@ class Scheduler:
         return branch
 
     def _refuse_what_cannot_fit(self, request: Request) -> None:
-        n, longest = request.params.n, self.longest(request)
-        blocks = -(-(longest - 1) // self.pool.block_size)  # the last token is never stored
+        width, longest = request.width, self.longest(request)
+        together = 1 if request.beam is None else width  # as many are never preempted apart
+        blocks = -(-(longest - 1) // self.pool.block_size) * together  # the last is never stored
         if blocks > self.pool.num_blocks:
+            who = "prompt and answer" if together == 1 else f"each of {together} beams"
             raise RequestError(
-                f"prompt and answer may take {longest} tokens, {blocks} blocks of "
-                f"{self.pool.block_size}; the pool has {self.pool.num_blocks}: lower max_tokens "
-                "or raise num_blocks"
+                f"{who} may take {longest} tokens, {blocks} blocks of {self.pool.block_size} in "
+                f"all; the pool has {self.pool.num_blocks}: lower max_tokens or raise num_blocks"
             )
-        if n > self.max_seqs:
-            raise RequestError(f"n={n}: at most max_seqs={self.max_seqs} sequences run at once")
+        if width > self.max_seqs:
+            name = "width" if request.beam else "n" if width == request.params.n else "best_of"
+            raise RequestError(
+                f"{name}={width}: at most max_seqs={self.max_seqs} sequences run at once"
+            )
 
     def _drop_finished(self) -> None:
         """Let go of aborted ones at the head of the queue, and of a static batch that has ended."""
@@ -316,3 +367,33 @@ class Scheduler:
             for one in self.running:
                 one.table.release()
             self.running.clear()
+
+
+def _groups(sequences: list[Sequence]) -> list[list[Sequence]]:
+    """What is planned, preempted and admitted as one, the oldest first."""
+    groups = list[list[Sequence]]()
+    for one in sequences:
+        if one.request.beam and groups and groups[-1][0].request is one.request:
+            groups[-1].append(one)
+        else:
+            groups.append([one])
+    return groups
+
+
+def _counts(group: list[Sequence], budget: int) -> list[int]:
+    """How many tokens each of a group does next: one each, or what the budget has for prompts.
+
+    The last tokens of a beam's sequences go in one step, once all that is before them is stored.
+    """
+    if all(one.pending == 1 for one in group):
+        return [1] * len(group)
+    counts = []
+    for one in group:
+        counts.append(min(one.pending - (len(group) > 1), budget))
+        budget -= counts[-1]
+    return counts
+
+
+def _held(tables: list[BlockTable]) -> int:
+    """Blocks that these tables have together."""
+    return len({block for table in tables for block in table.blocks})
