@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from spindle.decode.params import SamplingParams
     from spindle.decode.stats import Stats
     from spindle.decode.text import TextStream
+    from spindle.serve.outputs import Completion
     from spindle.tokenizer import Tokenizer
 
 OUR_FAULT, USER_FAULT, INTERRUPTED, NO_READER = 1, 2, 130, 141  # shells count 128 + the signal
@@ -43,6 +44,7 @@ EXAMPLES = """examples:
 """
 GENERATE_EXAMPLES = r"""examples:
   spindle generate -p "A list is" --temperature 0.7 --top-p 0.9 --seed 1
+  spindle generate -p "A list is" -p "A tuple is" -p "A set is" -n 32
   printf 'Once upon a time' | spindle generate -m smollm2 -p - -n 100 > story.txt
   spindle generate -m path/to/checkpoint -p "Hello" --json | python -m json.tool
   spindle generate -p "def area(" --stop $'\n\n' --stop "def "
@@ -188,7 +190,8 @@ def _add_generate(commands: Any, *shared: argparse.ArgumentParser) -> None:
     )
     add, given = parser.add_argument, argparse.SUPPRESS
     add("-m", "--model", default="tiny", help="what to run (default: tiny)")
-    add("-p", "--prompt", required=True, help='the text to continue; "-": stdin, to its last byte')
+    about = 'the text to continue; "-": stdin, to its last byte; repeatable: all are run at once'
+    add("-p", "--prompt", required=True, action="append", help=about)
     add("-n", "--max-new-tokens", type=int, default=64, metavar="N", help="tokens (default: 64)")
     add("--samples", type=int, default=1, metavar="N", help="so many answers, one after another")
     add("--json", action="store_true", help="one object: text, token ids, finish reason, stats")
@@ -271,10 +274,15 @@ def _in_options(message: str) -> str:
 
 def generate(args: argparse.Namespace) -> int:
     """Stream the continuation of a prompt to stdout, or print one JSON object."""
-    prompt = read_prompt(args.prompt)
+    prompts = read_prompts(args.prompt)
     if hasattr(args, "logprobs") and not args.json:
         raise RequestError("--logprobs: they are part of the JSON object; expected --json with it")
     params = sampling_params(args)  # refused before anything is loaded
+    if len(prompts) > 1:
+        from spindle import together
+
+        return together.generate(args, prompts, params)
+    (prompt,) = prompts
 
     from spindle import Engine, Tokenizer, load_hf
     from spindle.decode.text import stream_texts
@@ -298,26 +306,25 @@ def generate(args: argparse.Namespace) -> int:
             raise
         shown[-1].close()
     if args.json:
-        outputs = [_as_object(one.text, one, tokenizer) for one in shown]
+        outputs = [as_object(one, tokenizer) | {"stats": one.stats.as_dict()} for one in shown]
         rest = outputs[0] if params.n == 1 else {"outputs": outputs}
         say(json.dumps({"prompt": prompt} | rest) + "\n")
     else:
         summary = "\n".join(one.stats.summary() for one in shown)
-        _end_of_text(shown[-1].text, None if args.quiet else summary)
+        end_of_text(shown[-1].text, None if args.quiet else summary)
     complete = len(shown) == params.n and shown[-1].finish_reason != "abort"
     return 0 if complete else INTERRUPTED
 
 
-def _as_object(text: str, answer: TextStream, tokenizer: Tokenizer) -> dict[str, Any]:
+def as_object(answer: TextStream | Completion, tokenizer: Tokenizer) -> dict[str, Any]:
     """One answer for JSON; a log-probability of minus infinity is null, which JSON can say."""
-    result: dict[str, Any] = {"text": text, "token_ids": answer.token_ids}
+    result: dict[str, Any] = {"text": answer.text, "token_ids": answer.token_ids}
     if answer.logprobs is not None:
         result["logprobs"] = [
             _logprob(one.sampled, tokenizer) | {"top": [_logprob(t, tokenizer) for t in one.top]}
             for one in answer.logprobs
         ]
-    result |= {"finish_reason": answer.finish_reason, "stop_reason": answer.stop_reason}
-    return result | {"stats": answer.stats.as_dict()}
+    return result | {"finish_reason": answer.finish_reason, "stop_reason": answer.stop_reason}
 
 
 def _logprob(one: Logprob, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -362,7 +369,7 @@ def _interrupts(stats: Stats) -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, previous)
 
 
-def _end_of_text(text: str, summary: str | None) -> None:
+def end_of_text(text: str, summary: str | None) -> None:
     """End the line at a terminal; elsewhere stdout gets the text alone, and stderr the newline."""
     open_line = not text.endswith("\n")
     if open_line and sys.stdout is not None and sys.stdout.isatty():
@@ -370,6 +377,13 @@ def _end_of_text(text: str, summary: str | None) -> None:
         open_line = False
     if summary is not None:
         print("\n" * open_line + summary, file=sys.stderr)
+
+
+def read_prompts(prompts: Sequence[str]) -> list[str]:
+    """The prompts, of which one may be stdin. RequestError: more than one."""
+    if prompts.count("-") > 1:
+        raise RequestError('two prompts are "-": stdin can be read once')
+    return [read_prompt(prompt) for prompt in prompts]
 
 
 def read_prompt(prompt: str) -> str:

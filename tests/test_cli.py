@@ -953,3 +953,67 @@ def test_a_worker_that_stops_early_is_no_comparison(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(peers, "_generate", short.generate, raising=False)
     with pytest.raises(SpindleError, match="1 tokens came where 2 were asked for"):
         peers._turn([1], 2)
+
+
+# --- several prompts at once ---------------------------------------------------------------------
+
+TWO = ("-p", "the cat", "-p", "a dog sat", "-n", "9", "--temperature", "0", "--ignore-eos")
+
+
+def test_several_prompts_are_each_what_they_are_alone(checkpoint, capsys):
+    texts = []
+    for prompt in ("the cat", "a dog sat"):
+        args = ["-p", prompt, "-n", "9", "--temperature", "0", "--ignore-eos", "-q"]
+        assert cli.main(["generate", "-m", str(checkpoint), *args]) == 0
+        texts.append(capsys.readouterr().out)
+    assert cli.main(["generate", "-m", str(checkpoint), *TWO]) == 0
+    out, err = capsys.readouterr()
+    assert out == "\n---\n".join(texts)
+    assert re.search(r"18 tokens after 2 prompts of 16 · [\d.]+ s · [\d.]+ tok/s", err)
+    assert cli.main(["generate", "-m", str(checkpoint), *TWO, "--json", "--logprobs", "1"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["prompt"] for line in lines] == ["the cat", "a dog sat"]
+    assert [line["text"] for line in lines] == texts
+    for line in lines:
+        assert len(line["token_ids"]) == len(line["logprobs"]) == 9
+        stats = line["stats"]
+        assert 0 <= stats["scheduled_ms"] <= stats["ttft_ms"] <= stats["last_ms"]
+
+
+def test_several_prompts_with_several_samples(checkpoint, capsys):
+    args = ["-p", "a", "-p", "b", "-n", "3", "--samples", "40", "--seed", "1", "--json"]
+    assert cli.main(["generate", "-m", str(checkpoint), *args]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [len(line["outputs"]) for line in lines] == [40, 40]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["-p", "-", "-p", "-"], 'two prompts are "-"'),
+        (["-p", "a", "-p", ""], "prompt 2 of 2: the prompt has no tokens"),
+        (["-p", "a", "-p", "b" * 5000], "prompt 2 of 2: the prompt has 5000 tokens"),
+    ],
+)
+def test_several_prompts_of_which_one_cannot_be(checkpoint, capsys, args, words):
+    assert cli.main(["generate", "-m", str(checkpoint), *args]) == cli.USER_FAULT
+    out, err = capsys.readouterr()
+    assert out == "" and words in err
+
+
+def test_ctrl_c_prints_what_there_is_of_each_prompt(checkpoint, capsys, monkeypatch):
+    from spindle.serve.llm import LLM
+
+    step, steps = LLM.step, []
+
+    def interrupted(llm):
+        steps.append(None)
+        if len(steps) == 5:
+            raise KeyboardInterrupt
+        return step(llm)
+
+    monkeypatch.setattr(LLM, "step", interrupted)
+    assert cli.main(["generate", "-m", str(checkpoint), *TWO, "--json"]) == cli.INTERRUPTED
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["finish_reason"] for line in lines] == ["abort", "abort"]
+    assert [len(line["token_ids"]) for line in lines] == [4, 4]

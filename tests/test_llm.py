@@ -1,6 +1,8 @@
 """Many at once is each alone: token for token, in float64, whatever is scheduled how."""
 
+import itertools
 import random
+import signal
 from dataclasses import replace
 
 import pytest
@@ -235,6 +237,95 @@ def test_a_name_that_nobody_chose_is_free():
     llm.add([1], request_id="request-1")
     assert llm.add([2]) not in ("request-1", None)
     assert len(llm._requests) == 2
+
+
+# --- the best of several -------------------------------------------------------------------------
+
+
+def test_best_of_gives_the_likeliest_of_what_n_gives():
+    """By the sum of the tokens' logprobs; the same answers, with and without logprobs."""
+    prompt, options = [1, 2, 3], dict(max_tokens=6, temperature=1.2, seed=5, ignore_eos=True)
+    (every,) = engine(max_seqs=6).generate([prompt], SamplingParams(n=6, logprobs=0, **options))
+    ranked = sorted(every.outputs, key=lambda one: -one.cumulative_logprob)
+    for logprobs in (None, 0, 2):
+        params = SamplingParams(n=2, best_of=6, logprobs=logprobs, **options)
+        (best,) = engine(max_seqs=6).generate([prompt], params)
+        assert [o.token_ids for o in best.outputs] == [o.token_ids for o in ranked[:2]]
+        assert [o.index for o in best.outputs] == [o.index for o in ranked[:2]]
+        assert all((o.logprobs is None) == (logprobs is None) for o in best.outputs)
+        for ours, theirs in zip(best.outputs, ranked, strict=False):
+            assert ours.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-9)
+        answers = Engine(MODELS["llama"]).answers(prompt, params)
+        assert [a.token_ids for a in answers] == [o.token_ids for o in ranked[:2]]
+        assert all((a.logprobs is None) == (logprobs is None) for a in answers)
+
+
+def test_a_broken_answer_is_never_the_best():
+    llm = LLM(Sick(), max_seqs=4, num_blocks=40, block_size=4, max_model_len=40)
+    seen = set()
+    for seed in range(60):
+        params = SamplingParams(n=2, best_of=4, max_tokens=8, temperature=3, seed=seed)
+        (output,) = llm.generate([[1, 2]], params)
+        reasons = [one.finish_reason == "error" for one in output.outputs]
+        assert reasons == sorted(reasons)
+        seen.add(tuple(reasons))
+    assert (False, False) in seen
+
+
+def test_best_of_cannot_be_streamed():
+    params = SamplingParams(n=1, best_of=2)
+    with pytest.raises(RequestError, match="best_of=2: which 1 are given is known at the end"):
+        engine().stream([1], params)
+    with pytest.raises(RequestError, match="best_of=2: which 1 are given is known at the end"):
+        Engine(MODELS["llama"]).stream_with([1], params)
+    with pytest.raises(RequestError, match="best_of=4: at most max_seqs=3"):
+        engine().add([1], SamplingParams(best_of=4))
+
+
+# --- interrupts ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_an_interrupt_at_any_moment_of_a_step_loses_nothing(preemption):
+    """Ctrl-C in the bookkeeping waits for its end, in the pass it ends the step: answers stay."""
+    model, prompts = MODELS["llama"], [[n + 1] * (5 + n) for n in range(4)]
+    params = [SamplingParams(max_tokens=14, temperature=0.9, seed=n, n=2) for n in range(4)]
+    expected = [alone(model, p, s, k) for p, s in zip(prompts, params, strict=True) for k in (0, 1)]
+    copies = 0
+    for moment in range(5):
+        llm = engine(
+            num_blocks=18, max_seqs=4, max_batch_tokens=12, preemption=preemption, trace=999
+        )
+        for part in ("schedule", "commit"):
+            _interrupt(llm.scheduler, part, every=2 * moment + 3)
+        for part in ("move", "run"):
+            _interrupt(llm._runner, part, every=2 * moment + 2)
+        names, done, interrupted = [], {}, 0
+        for prompt, its in zip(prompts, params, strict=True):
+            names.append(llm.add(prompt, its))
+        while llm.has_unfinished:
+            try:
+                done |= {o.request_id: o for o in llm.step() if o.finished}
+            except KeyboardInterrupt:
+                interrupted += 1
+            llm.scheduler.check()
+        assert interrupted > 5
+        got = [one.token_ids for name in names for one in done[name].outputs]
+        assert got == expected
+        copies += sum(len(plan.copies) for plan in llm.trace)
+    assert copies > 0
+
+
+def _interrupt(owner, name, every):
+    """Let every so many-th call of a method begin with a Ctrl-C."""
+    method, calls = getattr(owner, name), itertools.count()
+
+    def interrupted(*args):
+        if next(calls) % every == every - 1:
+            signal.raise_signal(signal.SIGINT)
+        return method(*args)
+
+    setattr(owner, name, interrupted)
 
 
 # --- requests ------------------------------------------------------------------------------------

@@ -71,9 +71,9 @@ class Engine:
 
         max_new_tokens: None is as many as the context allows, and never are there more than that.
         `sampling` takes what SamplingParams takes, but for `n` and `best_of` (`answers` has them)
-        and `stop` (`stream_text` has it). An end-of-sequence token or a stop id ends the answer and is its
-        last id. Raises RequestError before anything runs, NumericsError if nothing can be sampled.
-        An interrupt loses the tokens; `stream` keeps them.
+        and `stop` (`stream_text` has it). An end-of-sequence token or a stop id ends the answer
+        and is its last id. Raises RequestError before anything runs, NumericsError if nothing can
+        be sampled. An interrupt loses the tokens; `stream` keeps them.
         """
         stream = self.stream(ids, max_new_tokens, **sampling)
         return list(stream), stream.stats

@@ -18,7 +18,7 @@ So a request gets the same token whoever shares its batch, and can be moved, rep
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ from spindle.decode.params import SamplingParams
 from spindle.decode.penalties import MinTokens, Penalties, Prefix
 
 SAMPLE = 0  # the purpose of the draw that picks the next token
+CANDIDATES = 1024  # likeliest tokens of a row that are looked at before all of them are sorted
+EPS64 = torch.finfo(torch.float64).eps
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,13 @@ class SamplingRows:
         if self.penalties is not None:
             self.penalties.append(tokens)
 
+    def at(self, which: Tensor) -> SamplingRows:
+        """The rows `which` [n] of those whose logits have been adjusted; reads their values."""
+        names = ("temperature", "top_k", "top_p", "min_p", "seed", "sample")
+        columns = {name: getattr(self, name)[which] for name in names}
+        cuts = (columns["top_p"] < 1) | (columns["top_k"] < torch.iinfo(torch.int64).max)
+        return replace(self, **columns, filtered=bool(cuts.any()), min_tokens=None, penalties=None)
+
 
 def sample(logits: Tensor, rows: SamplingRows, position: Tensor) -> Tensor:
     """The next token id of each row: logits [R, V], position [R] of the token drawn -> [R] int64.
@@ -100,13 +109,14 @@ def sample(logits: Tensor, rows: SamplingRows, position: Tensor) -> Tensor:
     maxima.
     """
     adjusted = adjust(logits, rows)
-    best = adjusted.argmax(dim=-1)  # [R]
-    sound = adjusted.gather(1, best[:, None]).squeeze(1).isfinite()  # argmax finds a NaN
+    largest, tokens = adjusted.max(dim=-1)  # [R] each; a NaN is the largest
+    sound = largest.isfinite()
     if adjusted is not logits:
         sound &= logits.amax(dim=-1).isfinite()  # a mask may have covered it
-    if not rows.greedy:  # a greedy row among others draws from all its weight on the argmax
-        best = inverse_cdf(_filtered(adjusted, rows), draw(rows, position))
-    return torch.where(sound, best, -1)
+    if not rows.greedy:
+        drawn = _drawn(adjusted, rows, draw(rows, position))
+        tokens = torch.where(rows.temperature == 0, tokens, drawn)
+    return torch.where(sound, tokens, -1)
 
 
 def probabilities(logits: Tensor, rows: SamplingRows) -> Tensor:
@@ -131,38 +141,98 @@ def _at_least_float32(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
+def _drawn(logits: Tensor, rows: SamplingRows, u: Tensor) -> Tensor:
+    """Adjusted logits [R, V] -> what `inverse_cdf` takes of `_filtered` at u [R]; any id if greedy.
+
+    To sort all of V is most of a step on a CPU. There it is done for those rows only that their
+    likeliest candidates do not settle, which is nearly none.
+    """
+    if logits.device.type != "cpu" or not rows.filtered or logits.shape[-1] <= CANDIDATES:
+        return inverse_cdf(_filtered(logits, rows), u)
+    tokens, settled = _drawn_of_candidates(logits, rows, u)
+    rest = (~settled & (rows.temperature > 0)).nonzero().squeeze(1)
+    if len(rest) > 0:
+        tokens[rest] = inverse_cdf(_filtered(logits[rest], rows.at(rest)), u[rest])
+    return tokens
+
+
+def _drawn_of_candidates(logits: Tensor, rows: SamplingRows, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Token ids [R], drawn from each row's likeliest tokens, and where they are `_drawn`'s [R].
+
+    The same numbers are added in the same order as over all of V, but for the zeros: the same
+    bits. That needs all kept tokens among the candidates, with none of its equals outside. And a
+    nucleus without top-k needs the mass of all tokens, which is added in another order here: there
+    no share may be as near to top_p as two orders can be apart (Higham 2002, 4.2: V eps / 2 each).
+    """
+    p = _weighed(logits, rows)  # [R, V]
+    V, top_k, top_p = p.shape[-1], rows.top_k[:, None], rows.top_p[:, None]
+    ids = p.topk(CANDIDATES, dim=-1).indices.sort(dim=-1).values  # [R, C], rising
+    candidates = p.gather(1, ids)
+    whole = p.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    sorted_p, order, before = _ranked(candidates, rows, whole.where(top_k >= V, torch.nan))
+    kept = sorted_p.where(_in_nucleus(before, rows), 0.0)
+    at = inverse_cdf(_normalised(torch.zeros_like(kept).scatter_(1, order, kept)), u)
+    inside = (kept == 0) | (kept > candidates.amin(dim=-1, keepdim=True))
+    clear = (sorted_p == 0) | ((before - top_p).abs() > 2 * V * EPS64)
+    settled = inside & (clear | (top_k <= CANDIDATES))
+    return ids.gather(1, at[:, None]).squeeze(1), settled.all(dim=-1)
+
+
 def _filtered(logits: Tensor, rows: SamplingRows) -> Tensor:
     """Adjusted logits [R, V] -> what temperature, min-p, top-k and top-p make of them [R, V]."""
+    p = _weighed(logits, rows)
+    if rows.filtered:
+        sorted_p, order, before = _ranked(p, rows)
+        kept = sorted_p.where(_in_nucleus(before, rows), 0.0)
+        p = torch.zeros_like(p).scatter_(1, order, kept)
+    one_hot = torch.zeros_like(p).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
+    return torch.where((rows.temperature == 0)[:, None], one_hot, _normalised(p))
+
+
+def _weighed(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """Adjusted logits [R, V] -> what temperature and min-p leave of them, unnormalised [R, V]."""
     logits = _at_least_float32(logits)
-    greedy = rows.temperature == 0
     # Largest first becomes 0, so that no temperature, however small, can overflow.
     shifted = logits - logits.amax(dim=-1, keepdim=True)
-    scaled = shifted / rows.temperature.where(~greedy, 1.0)[:, None]  # [R, V]
+    scaled = shifted / rows.temperature.where(rows.temperature > 0, 1.0)[:, None]  # [R, V]
     p = scaled.softmax(dim=-1)
-    p = p.where(p >= rows.min_p[:, None] * p.amax(dim=-1, keepdim=True), 0.0)
-    if rows.filtered:
-        p = _keep_likeliest(p, rows)
-    # Not p.sum(): torch splits that over threads when R is 1, and a row's bits would depend on R.
-    p = p / p.cumsum(dim=-1, dtype=torch.float64)[:, -1:].to(p.dtype)
-    one_hot = torch.zeros_like(p).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
-    return torch.where(greedy[:, None], one_hot, p)
+    return p.where(p >= rows.min_p[:, None] * p.amax(dim=-1, keepdim=True), 0.0)
 
 
-def _keep_likeliest(p: Tensor, rows: SamplingRows) -> Tensor:
-    """Top-k, then top-p over what top-k left; p [R, V], unnormalised -> [R, V], zeros elsewhere.
+def _ranked(
+    p: Tensor, rows: SamplingRows, whole: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """p [R, V] by rank, 0 beyond top-k; the ids in that order; which share the likelier ones hold.
 
-    A token stays in the nucleus when the tokens likelier than it hold less than top_p (Holtzman et
-    al. 2019, section 3.1: the smallest set that reaches it). The sort is stable, so of equal
-    tokens the lower id is likelier.
+    The sort is stable, so of equal tokens the lower id is likelier. `whole` [R, 1]: the mass of
+    what top-k left, where that is more than p.
     """
-    sorted_p, order = p.sort(dim=-1, descending=True, stable=True)  # [R, V]
+    sorted_p, order = p.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(p.shape[-1], device=p.device)
     sorted_p = sorted_p.where(rank < rows.top_k[:, None], 0.0)
     mass = sorted_p.double().cumsum(dim=-1)
-    before = (mass - sorted_p) / mass[:, -1:]  # held by the likelier ones
+    total = mass[:, -1:]
+    if whole is not None:
+        total = total.where(rows.top_k[:, None] <= p.shape[-1], whole)
+    return sorted_p, order, (mass - sorted_p) / total
+
+
+def _in_nucleus(before: Tensor, rows: SamplingRows) -> Tensor:
+    """Top-p: a token stays when the tokens likelier than it hold less, before [R, V] -> [R, V].
+
+    The smallest set that reaches top_p (Holtzman et al. 2019, section 3.1).
+    """
     keep = (before < rows.top_p[:, None]) | (rows.top_p[:, None] >= 1)
     keep[:, 0] = True  # also when top_p is so small that float32 calls it 0
-    return torch.zeros_like(p).scatter_(1, order, sorted_p.where(keep, 0.0))
+    return keep
+
+
+def _normalised(p: Tensor) -> Tensor:
+    """p [R, V] with a sum of 1.
+
+    Not p.sum(): torch splits that over threads when R is 1, and a row's bits would depend on R.
+    """
+    return p / p.cumsum(dim=-1, dtype=torch.float64)[:, -1:].to(p.dtype)
 
 
 def inverse_cdf(p: Tensor, u: Tensor) -> Tensor:

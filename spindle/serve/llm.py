@@ -105,12 +105,13 @@ class LLM:
         self._texts: dict[Sequence, AnswerText] = {}
         self._watched: dict[str, RequestOutput | None] = {}  # streams: what they have yet to read
         self._held: list[RequestOutput] = []  # ended in somebody else's step, for the next `step`
+        self._news: list[RequestOutput] = []  # of the last step, until they are told
         self.trace: deque[Plan] = deque(maxlen=trace)
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a request is waiting or running."""
-        return bool(self._ended or self._held) or self.scheduler.has_unfinished
+        return bool(self._ended or self._held or self._news) or self.scheduler.has_unfinished
 
     def add(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
@@ -146,41 +147,37 @@ class LLM:
         request = self._requests.get(request_id)
         if request is None:
             return None
-        self._end_all(request, "abort")
-        output = self._close(request)
-        if request_id in self._watched:
-            self._watched[request_id] = output
-        return output
+        with held_back():
+            self._end_all(request, "abort")
+            return self._close(request)
 
     def step(self) -> list[RequestOutput]:
         """Run the model once; returns the requests that gained tokens or ended, each as a whole.
 
-        Requests that have ended since, while `generate` or a stream ran the model, come first.
+        Requests that have ended since, while `generate` or a stream ran the model, come first. If
+        it is interrupted, nothing is lost: the step is done again, or its outputs come with the
+        next.
         """
-        held, self._held = self._held, []
-        return held + self._step()
-
-    def _step(self) -> list[RequestOutput]:
-        outputs = self._run_once()
-        for output in outputs:
-            if output.request_id in self._watched:
-                self._watched[output.request_id] = output
-        return outputs
+        self._run_once()
+        told, self._held, self._news = self._held + self._news, [], []
+        return told
 
     def _advance(self) -> list[RequestOutput]:
         """A step for one caller; what ended in it and is nobody's so far is held for `step`."""
-        outputs = self._step()
-        self._held += [o for o in outputs if o.finished and o.request_id not in self._watched]
-        return outputs
+        self._run_once()
+        news, self._news = self._news, []
+        self._held += [o for o in news if o.finished and o.request_id not in self._watched]
+        return news
 
-    def _run_once(self) -> list[RequestOutput]:
-        ended = [self._close(request) for request in self._ended if request.finished is None]
-        self._ended.clear()
+    def _run_once(self) -> None:
+        """Schedule, run, commit; who gained or ended is then among the news."""
         with held_back():
+            self._news += [self._close(one) for one in self._ended if one.finished is None]
+            self._ended.clear()
             plan = self.scheduler.schedule()
             self._runner.move(plan)
         if not plan.chunks:
-            return ended
+            return
         now = self._clock()
         for chunk in plan.chunks:
             if chunk.sequence.request.scheduled is None:
@@ -192,7 +189,7 @@ class LLM:
         with held_back():
             gained = self.scheduler.commit(plan, [output.ids for output in outputs])
             touched = self._take(gained, outputs, now) + self._advance_beams(plan, outputs, now)
-            return ended + [self._close(r) if r.is_finished else self._output(r) for r in touched]
+            self._news += [self._close(r) if r.is_finished else self._output(r) for r in touched]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> DeltaStream:
         """The answer to one prompt as it comes, beside whatever else is unfinished here.
@@ -431,11 +428,16 @@ class LLM:
         return output
 
     def _output(self, request: Request) -> RequestOutput:
+        """The request as it is now; a stream that watches it will read the same."""
+
         def words(sequence: Sequence) -> str:
             text = self._texts.get(sequence)
             return "" if text is None else text.text
 
-        return output_of(request, words)
+        output = output_of(request, words)
+        if request.id in self._watched:
+            self._watched[request.id] = output
+        return output
 
 
 class DeltaStream(Iterator[Delta]):
