@@ -891,10 +891,35 @@ def test_each_of_n_answers_is_its_solo_run(model, options):
         assert (answer.stats.new_tokens, answer.stats.seed) == (9, 7)
 
 
-def test_the_prompt_of_n_answers_is_run_once():
+def test_the_prompt_of_n_answers_is_run_once_and_a_pass_gives_each_a_token():
     mock = saying(1)
-    Engine(mock).answers([2] * 7, SamplingParams(n=3, max_tokens=3))
+    engine = Engine(mock)
+    engine.answers([2] * 7, SamplingParams(n=3, max_tokens=3))
+    assert mock.passes == [[0, 1, 2, 3, 4, 5, 6], [7] * 3, [8] * 3]
+    mock.passes.clear()
+    list(itertools.chain(*engine.streams([2] * 7, SamplingParams(n=3, max_tokens=3))))
     assert mock.passes == [[0, 1, 2, 3, 4, 5, 6], *[[7], [8]] * 3]
+
+
+def test_after_n_answers_the_engine_holds_the_prompt(model):
+    """Whatever the rows wrote after it is of no account, and no row but the first is left."""
+    engine, fresh = Engine(model), Engine(model)
+    answers = engine.answers(PROMPT, SamplingParams(n=3, seed=1, max_tokens=9))
+    fresh.prefill(PROMPT)
+    assert engine.length == len(PROMPT) and len({tuple(a.token_ids) for a in answers}) == 3
+    assert torch.equal(engine.step(5), fresh.step(5))
+    assert set(engine._kv._buffers) == {0}
+
+
+def test_rows_that_end_leave_the_pass():
+    """Of 20 answers that end at an EOS, each pass has those that have not."""
+    mock = MockModel(torch.zeros(CONTEXT, 2), eos_ids=(0,))
+    answers = Engine(mock).answers([1], SamplingParams(n=20, seed=1, max_tokens=4))
+    lengths = [len(a.token_ids) for a in answers]
+    assert [len(rows) for rows in mock.passes] == [
+        1,
+        *(sum(n > k for n in lengths) for k in (1, 2, 3)),
+    ]
 
 
 def test_an_answer_of_an_eos_alone_leaves_the_others_as_they_are():

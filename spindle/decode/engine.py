@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn
 
 import torch
@@ -104,21 +104,21 @@ class Engine:
     def answers(self, ids: Iterable[int], params: SamplingParams) -> list[Answer]:
         """The `params.n` answers to a prompt, which is run once; each is what it is without others.
 
-        They come one after another, and the stats of each begin with its turn; of `best_of` the n
+        They are rows of one cache, and a pass gives each of them a token; of `best_of` the n
         likeliest are given, the likeliest first. Raises RequestError before anything runs,
-        NumericsError if nothing can be sampled.
+        NumericsError if nothing can be sampled. Afterwards the engine holds the prompt.
         """
         if not params.selects:
-            return [Answer.of(stream) for stream in self.streams(ids, params)]
+            return self._together(ids, params)
         summed = replace(params, n=params.samples, best_of=None, logprobs=params.logprobs or 0)
-        answers = [Answer.of(stream) for stream in self.streams(ids, summed)]
+        answers = self._together(ids, summed)
         best = sorted(answers, key=lambda answer: -answer.cumulative_logprob)[: params.n]
         return best if params.logprobs is not None else [replace(a, logprobs=None) for a in best]
 
     def streams(self, ids: Iterable[int], params: SamplingParams) -> Iterator[Stream]:
-        """The same answers as streams: one is run to its end, or closed, before the next.
+        """The same answers as streams, one after another: each is run to its end, or closed, first.
 
-        RequestError, as `answers`, and for best_of > n.
+        The stats of each begin with its turn. RequestError, as `answers`, and for best_of > n.
         """
         if params.selects:
             raise RequestError(
@@ -134,11 +134,38 @@ class Engine:
             self.length = len(prompt)  # to rewind is to be shorter; the rest is written anew
             return after_prompt[0]
 
-        return (self._stream(prompt, params, sample, start) for sample in range(params.n))
+        runs = (self._run(prompt, params, sample) for sample in range(params.n))
+        return (Stream(self._tokens(r, start), r.stats, r.logprobs, prompt) for r in runs)
 
-    def _stream(
-        self, prompt: list[int], params: SamplingParams, sample: int, start: Callable[[], Tensor]
-    ) -> Stream:
+    def _together(self, ids: Iterable[int], params: SamplingParams) -> list[Answer]:
+        """All answers at once: row n of the cache is that of answer n, all of one length."""
+        prompt, params = self._checked(ids), self._checked_params(params)
+        runs = [self._run(prompt, params, sample) for sample in range(params.n)]
+        if runs[0].limit > 0:
+            after_prompt = self.prefill(prompt)  # [1, V]
+            try:
+                self._run_rows(runs, after_prompt)
+            finally:
+                for row in range(1, params.n):
+                    self._kv.release(row)
+                self.length = len(prompt)
+        return [run.answer() for run in runs]
+
+    def _run_rows(self, runs: list[_Run], after_prompt: Tensor) -> None:
+        for row in range(1, len(runs)):
+            self._kv.fork(ROW, row)
+        live, logits = dict(enumerate(runs)), after_prompt.expand(len(runs), -1)  # [R, V]
+        while True:
+            for run, its in zip(live.values(), logits.split(1), strict=True):
+                token = self._pick(its, run)
+                run.stats.record()
+                self._note_the_end(token, run)
+            live = {row: run for row, run in live.items() if run.stats.finish_reason is None}
+            if not live:
+                return
+            logits = self._extend_rows(list(live), [run.token_ids[-1] for run in live.values()])
+
+    def _run(self, prompt: list[int], params: SamplingParams, sample: int) -> _Run:
         assert params.seed is not None
         room, config = self.max_seq_len - len(prompt), self.model.config
         rows = SamplingRows.of(
@@ -151,15 +178,15 @@ class Engine:
         )
         limit = room if params.max_tokens is None else min(room, params.max_tokens)
         stats = Stats(len(prompt), params.seed)
-        logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
-        run = _Run(params, rows, limit, start, stats, logprobs)
-        return Stream(self._tokens(run), stats, logprobs, prompt)
+        if limit == 0:
+            stats.finish_reason = "length"
+        return _Run(params, rows, limit, stats, None if params.logprobs is None else [])
 
-    def _tokens(self, run: _Run) -> Generator[int, None, None]:
+    def _tokens(self, run: _Run, start: Callable[[], Tensor]) -> Generator[int, None, None]:
+        """The answer's ids; `start` runs the prompt and gives the logits [1, V] that follow it."""
         if run.limit == 0:
-            run.stats.finish_reason = "length"
             return
-        logits = run.start()
+        logits = start()
         while True:
             extensions = self._extensions
             token = self._pick(logits, run)
@@ -188,6 +215,7 @@ class Engine:
         if run.logprobs is not None:
             run.logprobs.append(token_logprobs(row))
         run.rows.append(tokens)
+        run.token_ids.append(token)
         return token
 
     def _note_the_end(self, token: int, run: _Run) -> None:
@@ -221,6 +249,15 @@ class Engine:
             self.length += len(chunk)
         return self.model.logits(hidden[-1:])
 
+    def _extend_rows(self, rows: list[int], tokens: list[int]) -> Tensor:
+        """One token on top of each of these rows; the logits [R, V] that follow."""
+        self._extensions += 1
+        index = StepIndex.of([(row, self.length, 1) for row in rows], self.model.device)
+        ids = torch.tensor(tokens, device=self.model.device)
+        hidden = self.model(ids, self._kv.view(index))  # [R, E]
+        self.length += 1
+        return self.model.logits(hidden)
+
     def _checked_params(self, params: SamplingParams) -> SamplingParams:
         """The parameters with a seed; RequestError for what token ids alone cannot honour."""
         if params.stop:
@@ -242,6 +279,11 @@ class _Run:
     params: SamplingParams
     rows: SamplingRows  # of one row
     limit: int  # tokens at most
-    start: Callable[[], Tensor]  # runs the prompt; the logits [1, V] that follow it
     stats: Stats
     logprobs: list[TokenLogprobs] | None
+    token_ids: list[int] = field(default_factory=list)
+
+    def answer(self) -> Answer:
+        """The answer, once it has ended."""
+        ends = self.stats.finish_reason, self.stats.stop_reason
+        return Answer(self.token_ids, self.logprobs, *ends, self.stats)

@@ -27,7 +27,7 @@ from spindle.decode.params import SamplingParams
 from spindle.decode.penalties import MinTokens, Penalties, Prefix
 
 SAMPLE = 0  # the purpose of the draw that picks the next token
-CANDIDATES = 1024  # likeliest tokens of a row that are looked at before all of them are sorted
+CANDIDATES = 256  # likeliest tokens of a row that are looked at first; then 16 times as many
 EPS64 = torch.finfo(torch.float64).eps
 
 
@@ -114,7 +114,7 @@ def sample(logits: Tensor, rows: SamplingRows, position: Tensor) -> Tensor:
     if adjusted is not logits:
         sound &= logits.amax(dim=-1).isfinite()  # a mask may have covered it
     if not rows.greedy:
-        drawn = _drawn(adjusted, rows, draw(rows, position))
+        drawn = _drawn(adjusted, rows, draw(rows, position), CANDIDATES)
         tokens = torch.where(rows.temperature == 0, tokens, drawn)
     return torch.where(sound, tokens, -1)
 
@@ -124,7 +124,10 @@ def probabilities(logits: Tensor, rows: SamplingRows) -> Tensor:
 
     A greedy row has all its weight on the argmax. A row that is no distribution gives NaN.
     """
-    return _filtered(adjust(logits, rows), rows)
+    logits = adjust(logits, rows)
+    p = _filtered(logits, rows)
+    one_hot = torch.zeros_like(p).scatter_(1, logits.argmax(dim=-1, keepdim=True), 1.0)
+    return torch.where((rows.temperature == 0)[:, None], one_hot, p)
 
 
 def adjust(logits: Tensor, rows: SamplingRows) -> Tensor:
@@ -141,52 +144,56 @@ def _at_least_float32(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def _drawn(logits: Tensor, rows: SamplingRows, u: Tensor) -> Tensor:
-    """Adjusted logits [R, V] -> what `inverse_cdf` takes of `_filtered` at u [R]; any id if greedy.
+def _drawn(logits: Tensor, rows: SamplingRows, u: Tensor, C: int) -> Tensor:
+    """Adjusted logits [R, V] -> the ids that `inverse_cdf` finds at u [R] in what is `_filtered`.
 
-    To sort all of V is most of a step on a CPU. There it is done for those rows only that their
-    likeliest candidates do not settle, which is nearly none.
+    To sort all of V would be most of a step on a CPU. So there a row's likeliest C tokens are tried
+    first, and more of them for the rows that these do not settle. Greedy rows get any id.
     """
-    if logits.device.type != "cpu" or not rows.filtered or logits.shape[-1] <= CANDIDATES:
+    if logits.device.type != "cpu" or not rows.filtered or C >= logits.shape[-1]:
         return inverse_cdf(_filtered(logits, rows), u)
-    tokens, settled = _drawn_of_candidates(logits, rows, u)
+    tokens, settled = _drawn_of_likeliest(logits, rows, u, C)
     rest = (~settled & (rows.temperature > 0)).nonzero().squeeze(1)
     if len(rest) > 0:
-        tokens[rest] = inverse_cdf(_filtered(logits[rest], rows.at(rest)), u[rest])
+        tokens[rest] = _drawn(logits[rest], rows.at(rest), u[rest], 16 * C)
     return tokens
 
 
-def _drawn_of_candidates(logits: Tensor, rows: SamplingRows, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Token ids [R], drawn from each row's likeliest tokens, and where they are `_drawn`'s [R].
+def _drawn_of_likeliest(
+    logits: Tensor, rows: SamplingRows, u: Tensor, C: int
+) -> tuple[Tensor, Tensor]:
+    """Ids drawn from each row's C likeliest tokens [R], and whether all of V would give them [R].
 
-    The same numbers are added in the same order as over all of V, but for the zeros: the same
-    bits. That needs all kept tokens among the candidates, with none of its equals outside. And a
-    nucleus without top-k needs the mass of all tokens, which is added in another order here: there
-    no share may be as near to top_p as two orders can be apart (Higham 2002, 4.2: V eps / 2 each).
+    Where all that is kept is among them, and none of its equals is outside, the same numbers are
+    added in the same order, but for zeros: the same bits. Only the mass of all tokens, which the
+    nucleus is a share of if top-k left them all, is added in another order. So there no share may
+    be as near to top_p as two orders can be apart (V eps / 2 each; Higham 2002, section 4.2).
     """
     p = _weighed(logits, rows)  # [R, V]
     V, top_k, top_p = p.shape[-1], rows.top_k[:, None], rows.top_p[:, None]
-    ids = p.topk(CANDIDATES, dim=-1).indices.sort(dim=-1).values  # [R, C], rising
-    candidates = p.gather(1, ids)
+    ids = p.topk(C, dim=-1).indices.sort(dim=-1).values  # [R, C], rising
+    likeliest = p.gather(1, ids)
     whole = p.sum(dim=-1, keepdim=True, dtype=torch.float64)
-    sorted_p, order, before = _ranked(candidates, rows, whole.where(top_k >= V, torch.nan))
+    sorted_p, order, before = _ranked(likeliest, rows, whole.where(top_k >= V, torch.nan))
     kept = sorted_p.where(_in_nucleus(before, rows), 0.0)
     at = inverse_cdf(_normalised(torch.zeros_like(kept).scatter_(1, order, kept)), u)
-    inside = (kept == 0) | (kept > candidates.amin(dim=-1, keepdim=True))
+    inside = (kept == 0) | (kept > likeliest.amin(dim=-1, keepdim=True))
     clear = (sorted_p == 0) | ((before - top_p).abs() > 2 * V * EPS64)
-    settled = inside & (clear | (top_k <= CANDIDATES))
+    settled = inside & (clear | (top_k <= C))
     return ids.gather(1, at[:, None]).squeeze(1), settled.all(dim=-1)
 
 
 def _filtered(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Adjusted logits [R, V] -> what temperature, min-p, top-k and top-p make of them [R, V]."""
+    """Adjusted logits [R, V] -> what temperature, min-p, top-k and top-p make of them [R, V].
+
+    A greedy row is taken for one of temperature 1.
+    """
     p = _weighed(logits, rows)
     if rows.filtered:
         sorted_p, order, before = _ranked(p, rows)
         kept = sorted_p.where(_in_nucleus(before, rows), 0.0)
         p = torch.zeros_like(p).scatter_(1, order, kept)
-    one_hot = torch.zeros_like(p).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
-    return torch.where((rows.temperature == 0)[:, None], one_hot, _normalised(p))
+    return _normalised(p)
 
 
 def _weighed(logits: Tensor, rows: SamplingRows) -> Tensor:

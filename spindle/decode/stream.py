@@ -65,9 +65,3 @@ class Answer:
     def cumulative_logprob(self) -> float:
         """The sum of the tokens' logprobs; 0 if none were asked for."""
         return sum(record.sampled.logprob for record in self.logprobs or ())
-
-    @staticmethod
-    def of(stream: Stream) -> Answer:
-        """Run a stream to its end."""
-        ids, stats = list(stream), stream.stats
-        return Answer(ids, stream.logprobs, stats.finish_reason, stats.stop_reason, stats)

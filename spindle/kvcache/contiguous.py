@@ -30,6 +30,10 @@ class ContiguousKV:
             self._grow(row, start + count)
         return ContiguousView(self._buffers, index)
 
+    def fork(self, row: int, twin: int) -> None:
+        """Begin a second sequence with a copy of all that the first one has written."""
+        self._buffers[twin] = self._buffers[row].clone()
+
     def release(self, row: int) -> None:
         """Forget the sequence; a row that was never written is fine."""
         self._buffers.pop(row, None)
