@@ -3,6 +3,7 @@
 import itertools
 import random
 import signal
+import threading
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from spindle.decode.params import SamplingParams
 from spindle.decode.text import stream_text
 from spindle.errors import RequestError
 from spindle.model.weights import load_hf, random_model
+from spindle.serve.interrupts import held_back
 from spindle.serve.llm import LLM
 from spindle.tokenizer import Tokenizer
 
@@ -285,8 +287,16 @@ def test_best_of_cannot_be_streamed():
 # --- interrupts ----------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def ctrl_c():
+    """Python's own answer to a SIGINT, which a job in the background has not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
-def test_an_interrupt_at_any_moment_of_a_step_loses_nothing(preemption):
+def test_an_interrupt_at_any_moment_of_a_step_loses_nothing(preemption, ctrl_c):
     """Ctrl-C in the bookkeeping waits for its end, in the pass it ends the step: answers stay."""
     model, prompts = MODELS["llama"], [[n + 1] * (5 + n) for n in range(4)]
     params = [SamplingParams(max_tokens=14, temperature=0.9, seed=n, n=2) for n in range(4)]
@@ -314,6 +324,23 @@ def test_an_interrupt_at_any_moment_of_a_step_loses_nothing(preemption):
         assert got == expected
         copies += sum(len(plan.copies) for plan in llm.trace)
     assert copies > 0
+
+
+def test_a_sigint_that_is_handled_otherwise_is_left_alone(ctrl_c):
+    """Ignored, or somebody's own handler, or a thread that gets none."""
+    seen = []
+    for handler in (signal.SIG_IGN, lambda number, frame: seen.append(number)):
+        signal.signal(signal.SIGINT, handler)
+        with held_back():
+            signal.raise_signal(signal.SIGINT)
+            assert seen == []
+        assert signal.getsignal(signal.SIGINT) is handler
+    assert seen == [signal.SIGINT]
+    outputs = []
+    worker = threading.Thread(target=lambda: outputs.extend(engine().generate([[1], [2]])))
+    worker.start()
+    worker.join()
+    assert len(outputs) == 2
 
 
 def _interrupt(owner, name, every):

@@ -44,8 +44,11 @@ class Loop:
         return request
 
     def step(self) -> Plan:
+        before = self.preemptions(), set(self.scheduler.running)
         plan = self.scheduler.schedule()
         self.look_at(plan)
+        if self.preemptions() > before[0]:
+            assert {c.sequence for c in plan.chunks} <= before[1], "it preempts, or it admits"
         outputs = []
         for chunk in plan.chunks:
             sequence, request = chunk.sequence, chunk.sequence.request
@@ -60,6 +63,9 @@ class Loop:
         self.scheduler.check()
         self.plans.append(plan)
         return plan
+
+    def preemptions(self) -> int:
+        return sum(request.preemptions for request in self.requests)
 
     def branch(self, plan: Plan) -> None:
         """What a beam search does with a step in which it ran."""
@@ -140,6 +146,12 @@ def alone(request: Request, sample: int) -> list[int]:
     for _ in range(request.params.max_tokens or 0):
         ids.append(token_after(request.sequences[0], sample, ids))
     return ids[len(request.prompt) :]
+
+
+def preempt(it: Loop, request: Request) -> None:
+    """Send a request back, though there are blocks."""
+    it.scheduler._preempt(request.sequences, type("Draft", (), {"swap_out": []})())
+    it.scheduler.check()
 
 
 # --- a state machine -----------------------------------------------------------------------------
@@ -237,6 +249,17 @@ def test_whoever_arrived_first_is_admitted_first_and_nobody_overtakes():
             if chunk.sequence.request not in started:
                 started.append(chunk.sequence.request)
     assert started == [first, large, small]
+
+
+def test_who_did_not_fit_begins_in_the_step_in_which_it_does():
+    """It is not tried in every step, and not forgotten either."""
+    it = loop(blocks=8, budget=64)
+    it.add([1] * 8, 2), it.add([2] * 8, 9)
+    large = it.add([3] * 12, 2)
+    running = []
+    while not large.sequences[0].stored:
+        running.append(len(it.step().chunks))
+    assert running == [2, 2, 2]
 
 
 def test_what_can_never_fit_is_refused_on_add_with_the_numbers():
@@ -356,13 +379,79 @@ def test_preempted_at_any_length_the_answer_is_the_same(size):
             for at in (length, length + 3):
                 while request.sequences[0].new_tokens < at:
                     it.step()
-                draft = type("Draft", (), {"swap_out": [], "preempted": False})()
-                it.scheduler._preempt(request.sequences, draft)
-                it.scheduler.check()
+                preempt(it, request)
             it.run()
             assert request.sequences[0].output == alone(request, 0)
             assert request.preemptions == 2
             it.nothing_is_held()
+
+
+@pytest.mark.parametrize("host", [0, 40])
+def test_a_preempted_one_waits_for_an_ending_even_if_there_is_room(host):
+    """B26: blocks that come free otherwise are no reason to resume: they may be wanted again."""
+    it = loop(blocks=40, host=host)
+    old, young = it.add([1] * 4, 12), it.add([2] * 4, 12)
+    it.step()
+    preempt(it, young)
+    while not old.is_finished:
+        assert [c.sequence.request for c in it.step().chunks] == [old]
+    it.run()
+    assert young.sequences[0].output == alone(young, 0)
+
+
+@pytest.mark.parametrize("host", [0, 40])
+def test_a_group_resumes_when_the_budget_has_room_for_all_of_it(host):
+    """Three beams, and two rows left beside the end of a prompt: they wait a step."""
+    it = loop(blocks=40, host=host, seqs=5, budget=5)
+    prompt, beams = it.add([1] * 2, 9), it.add([2] * 2, 9, beams=3)
+    it.step()
+    it.step()
+    preempt(it, beams)
+    for one in beams.sequences:
+        one.waits_for_ending = 0
+    it.scheduler.running[0].ids[2:] = prompt.prompt * 4  # 8 more, to be stored as a prompt is
+    it.scheduler.running[0].stored = 2
+    rows = [{c.sequence.request.id: c.count for c in it.scheduler.schedule().chunks}]
+    assert rows == [{"0": 5}]
+
+
+def test_a_group_is_swapped_if_there_is_room_for_its_blocks_each_once():
+    """Three beams over four shared blocks and one each: seven, not fifteen."""
+    it = loop(blocks=40, host=7, seqs=5, budget=32)
+    beams = it.add([2] * 16, 4, beams=3)
+    it.step()
+    it.step()
+    assert len({b for one in beams.sequences for b in one.table.blocks}) == 7
+    preempt(it, beams)
+    assert it.scheduler.host.free == 0 and all(one.swapped for one in beams.sequences)
+    it.run()
+    for one in beams.sequences:
+        assert one.output == alone(beams, one.sample)
+
+
+def test_all_answers_of_a_request_must_fit_before_it_begins():
+    """Three of three blocks each: not beside one that has four of thirteen, though one would."""
+    it = loop(blocks=13, budget=64)
+    old, three = it.add([1] * 16, 4), it.add([2] * 8, 4, n=3)
+    while not old.is_finished:
+        assert [c.sequence.request for c in it.step().chunks] == [old]
+    it.run()
+    assert three.preemptions == 0
+
+
+def test_cached_tokens_are_those_of_the_first_time():
+    """What a preempted one finds of itself in the cache is no hit of its prompt."""
+    it = loop(blocks=40, budget=8)
+    request = it.add([1, 2, 3, 4] * 3, 12)
+    for _ in range(3):  # before the prompt has ended, and after
+        it.step()
+        preempt(it, request)
+        it.step()
+        assert request.sequences[0].stored > 8 and request.cached_tokens == 0
+    it.run()
+    again = it.add([1, 2, 3, 4] * 3, 2)
+    it.step()
+    assert again.cached_tokens == 8
 
 
 # --- aborts --------------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ oldest first, a token each; what the budget has left goes to prompts. Whoever ar
 admitted first, and preempted sequences come before new ones, so nothing overtakes: the oldest
 unfinished sequence gains in every step, and each of the others after a bounded wait.
 
-A preempted sequence resumes when another one has ended since, or when nothing runs. So it is
-preempted at most once more than sequences end during its life: the pool cannot thrash.
+A preempted sequence resumes when another one has ended since, or when nothing runs; so not in the
+step that preempts it, for whoever needed its blocks runs. So it is preempted at most once more than
+sequences end during its life: the pool cannot thrash.
 
 A *group* is what is planned, preempted and admitted as one: the sequences of a beam search, and of
 everything else each sequence alone.
@@ -68,7 +69,6 @@ class _Draft:
     swap_in: list[Copy] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
-    preempted: bool = False
 
     def plan(self) -> Plan:
         parts = (self.swap_out, self.swap_in, self.copies, self.chunks)
@@ -126,7 +126,7 @@ class Scheduler:
         for group in _groups(self.running):
             if group[0] in self.running:  # not preempted in the meantime
                 self._go_on(group, draft)
-        if not draft.preempted and not (static and self.running):
+        if not (static and self.running):
             self._admit(draft)
         return draft.plan()
 
@@ -223,7 +223,6 @@ class Scheduler:
 
     def _preempt(self, group: list[Sequence], draft: _Draft) -> None:
         """Take a running group's blocks away; it waits in front of all that are younger."""
-        draft.preempted = True
         group[0].request.preemptions += 1
         for one in reversed(group):
             self.running.remove(one)
