@@ -409,10 +409,10 @@ def test_a_group_resumes_when_the_budget_has_room_for_all_of_it(host):
     preempt(it, beams)
     for one in beams.sequences:
         one.waits_for_ending = 0
-    it.scheduler.running[0].ids[2:] = prompt.prompt * 4  # 8 more, to be stored as a prompt is
-    it.scheduler.running[0].stored = 2
-    rows = [{c.sequence.request.id: c.count for c in it.scheduler.schedule().chunks}]
-    assert rows == [{"0": 5}]
+    (old,) = prompt.sequences
+    old.ids[2:], old.stored = [1] * 3, 2  # three more, to be stored as a prompt is
+    chunks = it.scheduler.schedule().chunks
+    assert [(chunk.sequence, chunk.count) for chunk in chunks] == [(old, 3)]
 
 
 def test_a_group_is_swapped_if_there_is_room_for_its_blocks_each_once():
