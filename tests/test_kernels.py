@@ -301,10 +301,10 @@ def test_pack_keeps_nothing_of_what_it_was_given(dtype, form):
 
 
 def in_a_process(program: str, **environment: str) -> list[str]:
-    """The lines that a program prints in a process of its own."""
+    """The lines that a program prints in a process of its own, where native forms are allowed."""
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env=os.environ | environment,
+        env=os.environ | {"SPINDLE_NO_EXT": "0"} | environment,
         capture_output=True,
         text=True,
     )
@@ -323,6 +323,158 @@ WHICH_FORM = (
 def test_the_environment_chooses_the_plain_form():
     lines = in_a_process(WHICH_FORM, SPINDLE_NO_EXT="1")
     assert lines == ["plain", "[[3.0, 12.0]]", "SPINDLE_NO_EXT=1"]
+
+
+# --- norms, angles and gates in their native form ------------------------------------------------
+
+needs_native = pytest.mark.skipif(not native.available(), reason=f"{build.why_not('cpu')}")
+WIDTHS = [1, 15, 16, 17, 48, 100, 576]
+
+
+@needs_native
+@pytest.mark.parametrize("E", WIDTHS)
+@pytest.mark.parametrize("eps", [1e-6, 0.5])
+def test_the_native_norm_is_the_twin_within_rounding(E, eps):
+    """E squares in a sum: off by at most E eps, half of that under the root; then four products."""
+    x, weight = 3 * random(7, E, dtype=torch.float32), random(E, dtype=torch.float32)
+    residual = random(7, E, seed=1, dtype=torch.float32)
+    for given_ in (None, residual):
+        added = x if given_ is None else x + residual
+        exact = twins.rms_norm(added.double(), weight.double(), eps)
+        if given_ is None:
+            ours = kernels.rms_norm(x, weight, eps)
+        else:
+            ours, carried = kernels.add_rms_norm(x, residual.clone(), weight, eps)
+            assert torch.equal(carried, added)
+        assert ours.dtype == torch.float32 and ours.shape == x.shape
+        assert ((ours - exact).abs() <= (E / 2 + 4) * EPS32 * exact.abs()).all()
+
+
+@needs_native
+@pytest.mark.parametrize("D", [2, 6, 16, 34, 64, 128])
+def test_the_native_rope_is_the_twin_within_rounding(D):
+    """Two products and a sum; q and k are slices of one product, and v beside them stays."""
+    heads, angles = random(5, 7, D, dtype=torch.float32), 3 * random(5, D // 2, dtype=torch.float32)
+    cos, sin = angles.cos(), angles.sin()
+    q, k, v = heads.clone().split((4, 2, 1), dim=1)
+    assert kernels.rope(q, k, cos, sin) is None
+    exact = [x.double() for x in heads.split((4, 2, 1), dim=1)]
+    sizes = [torch.cat([sum(x.abs().chunk(2, -1))] * 2, -1) for x in exact]
+    twins.rope(exact[0], exact[1], cos.double(), sin.double())
+    for ours, right, size in zip((q, k), exact, sizes, strict=False):
+        assert ((ours - right).abs() <= 2 * EPS32 * size).all()
+    assert torch.equal(v, heads[:, 6:])
+    lone, spread = heads[:, :4].clone(), heads[:, 4:6].repeat_interleave(3, dim=1)[:, ::3]
+    kernels.rope(lone, spread, cos, sin)  # rows and heads as far apart as each has them
+    assert torch.equal(lone, q) and torch.equal(spread, k)
+
+
+@needs_native
+@pytest.mark.parametrize("F", WIDTHS)
+def test_the_native_gate_is_the_twin_within_rounding(F):
+    """An exponential within 2e-7, a sum, a quotient, two products: 6 eps. Far below 0 it is 0."""
+    gate = torch.linspace(-110, 110, 40 * F).view(40, F)
+    gate[::2] = 4 * random(20, F, dtype=torch.float32)
+    up = random(40, F, dtype=torch.float32)
+    both = torch.cat((gate, up), -1)
+    ours, exact = kernels.silu_mul(both), twins.silu_mul(both.double())
+    assert ours.dtype == torch.float32 and ours.shape == (40, F)
+    assert ((ours - exact).abs() <= 6 * EPS32 * exact.abs() + 1e-35).all()
+
+
+@needs_native
+def test_the_native_forms_take_what_is_no_number_as_the_twins_do():
+    odd = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 3e38, -3e38, 1e-40])
+    both = torch.cat((odd, torch.ones(8)))[None]
+    torch.testing.assert_close(
+        kernels.silu_mul(both), twins.silu_mul(both), equal_nan=True, rtol=1e-6, atol=1e-37
+    )
+    rows = odd[:, None] + torch.ones(8, 5)
+    torch.testing.assert_close(
+        kernels.rms_norm(rows, torch.ones(5), 1e-6),
+        twins.rms_norm(rows, torch.ones(5), 1e-6),
+        equal_nan=True,
+        rtol=1e-6,
+        atol=1e-37,
+    )
+
+
+def each_op(x: Tensor, T: slice) -> list[Tensor]:
+    """Every row-wise op on the rows T of x [rows, 9, 64]: a norm of heads, and of whole rows."""
+    angles = torch.arange(32.0) * torch.arange(len(x))[:, None]
+    cos, sin = angles.cos()[T], angles.sin()[T]
+    flat, weight = x[T].flatten(1), torch.linspace(-1, 1, 576)
+    q, k = x[T].clone().split((6, 3), dim=1)
+    normed_heads = kernels.rms_norm(q, weight[:64], 1e-5)
+    kernels.rope(q, k, cos, sin)
+    norms = kernels.add_rms_norm(flat, flat.flip(1).clone(), weight, 1e-5)
+    return [
+        normed_heads,
+        q,
+        k,
+        kernels.silu_mul(flat),
+        kernels.rms_norm(flat, weight, 1e-5),
+        *norms,
+    ]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(threads):
+    """B29: alone, among few, among so many that two threads share them."""
+    x = 3 * random(200, 9, 64, dtype=torch.float32)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        whole = each_op(x, slice(0, 200))
+        for T in (slice(0, 1), slice(199, 200), slice(3, 11), slice(50, 200)):
+            for ours, expected in zip(each_op(x, T), whole, strict=True):
+                assert torch.equal(ours, expected[T])
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_native
+@pytest.mark.parametrize("width", [1, 16, 33])
+def test_the_native_forms_write_their_result_and_nothing_beside_it(width, monkeypatch):
+    T = 5
+    around, sums = torch.full((2, (T + 2) * width), 7.0)
+    inner = around[width : (T + 1) * width].view(T, width)
+    residual = sums[width : (T + 1) * width].view(T, width)
+    monkeypatch.setattr(torch, "empty_like", lambda x: inner)
+    monkeypatch.setattr(Tensor, "new_empty", lambda self, *shape: inner)
+    x = torch.ones(T, width)
+    assert kernels.add_rms_norm(x, residual, x[0], 0.0)[1].data_ptr() == residual.data_ptr()
+    assert (inner == 1).all() and (residual == 8).all()
+    kernels.silu_mul(torch.zeros(T, 2 * width))
+    assert (inner == 0).all()
+    for outer in (around, sums):
+        assert (outer[:width] == 7).all() and (outer[-width:] == 7).all()
+
+
+def test_what_native_code_would_read_wrongly_is_left_to_the_twin():
+    """Other dtypes, strides, and shapes that torch spreads or refuses."""
+    x, weight = random(3, 8, dtype=torch.float32), random(8, dtype=torch.float32)
+    for other in (weight.double(), weight[:1], torch.stack((weight, weight), 1)[:, 0]):
+        assert torch.equal(kernels.rms_norm(x, other, 1e-5), twins.rms_norm(x, other, 1e-5))
+        ours = kernels.add_rms_norm(x, x.clone(), other, 1e-5)
+        for one, right in zip(ours, twins.add_rms_norm(x, x.clone(), other, 1e-5), strict=True):
+            assert torch.equal(one, right)
+    for residual in (x.double(), x[:1]):
+        ours, carried = kernels.add_rms_norm(x, residual, weight, 1e-5)
+        assert carried.dtype == residual.dtype and torch.equal(carried, x + residual)
+    for refused in (weight[:5], torch.ones(9)):
+        with pytest.raises(RuntimeError, match="must match"):
+            kernels.rms_norm(x, refused, 1e-5)
+    with pytest.raises(RuntimeError, match="must match"):
+        kernels.silu_mul(torch.ones(2, 7))
+    with pytest.raises(RuntimeError, match="must match"):
+        kernels.rope(x.view(3, 1, 8), x.view(3, 1, 8), torch.ones(3, 3), torch.ones(3, 3))
+    apart = [torch.zeros(3, 2, 8, 2)[..., 0] + 1 for _ in range(2)]
+    angles = random(3, 4, dtype=torch.float64)
+    kernels.rope(*apart, angles.cos(), angles.sin())
+    right = [torch.ones(3, 2, 8) for _ in range(2)]
+    twins.rope(*right, angles.cos(), angles.sin())
+    assert torch.equal(apart[0], right[0]) and torch.equal(apart[1], right[1])
 
 
 # --- the build -----------------------------------------------------------------------------------
@@ -395,6 +547,7 @@ def test_a_damaged_library_is_built_again(tmp_path, kept):
 @on_linux
 def test_a_library_is_for_one_processor_compiler_and_source(monkeypatch):
     """Its name holds all that its machine code depends on: a cache may be shared by machines."""
+    monkeypatch.delenv("SPINDLE_NO_EXT", raising=False)
     if build.compiler() is None:
         pytest.skip("no C++ compiler")
     places = [build.place("cpu")]

@@ -182,7 +182,7 @@ def paged_rows(lengths: list[int], P: int, heads: tuple[int, int, int], dtype: t
     return q, keys, values, tables, torch.tensor(lengths)
 
 
-SHAPES = [(4, 4, 8), (6, 2, 16), (9, 3, 64), (5, 1, 7), (2, 1, 20)]
+SHAPES = [(4, 4, 8), (6, 2, 16), (9, 3, 64), (5, 1, 7), (2, 1, 20), (4, 2, 128)]
 
 
 @pytest.mark.parametrize("heads", SHAPES)
@@ -260,7 +260,7 @@ def test_a_rows_attention_does_not_depend_on_the_rows_beside_it(threads):
 @needs_native
 @pytest.mark.parametrize("spread", [0.0, 1.0, 60.0, 1e4])
 def test_the_native_softmax_holds_at_any_spread(spread):
-    """Scores far apart: e^-87 and below is nothing, and nothing overflows."""
+    """Scores far apart: what float32 has no normal number for is nothing, nothing overflows."""
     P, S, D = 4, 37, 16
     keys = torch.linspace(-1, 1, S)[:, None, None] * torch.ones(1, D)
     cache = torch.nn.functional.pad(keys, (0, 0, 0, 0, 0, 3)).view(10, P, 1, D).contiguous()
@@ -270,3 +270,51 @@ def test_the_native_softmax_holds_at_any_spread(spread):
         q.double(), cache.double(), cache.double(), tables, torch.tensor([S]), 1.0
     )
     assert (ours - exact).abs().max() < 1e-5
+
+
+@needs_native
+@pytest.mark.parametrize("below", [88.0, 104.0, 1000.0, 1e30, torch.inf])
+def test_a_score_far_below_the_largest_weighs_nothing(below):
+    """Nothing times a value of 3e38 is nothing; a floor under the exponential would be 5."""
+    keys, values = torch.zeros(2, 1, 4, 1, 16)
+    keys[0, 1, 0, 0] = -below
+    values[0, :2, 0] = torch.tensor([1.0, 3e38])[:, None]
+    q, table = torch.zeros(1, 1, 16), torch.zeros(1, 1, dtype=torch.int64)
+    q[..., 0] = 1
+    ours = kernels.paged_attend(q, keys, values, table, torch.tensor([2]), 1.0)
+    assert torch.equal(ours, torch.ones(1, 1, 16))
+
+
+@needs_native
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+def test_a_broken_row_is_nan_as_in_the_twin_and_alone(broken):
+    """B69: a score that is no number, at the first key, in the middle, at the last."""
+    lengths = [20, 20, 20, 33]
+    q, keys, values, tables, n = paged_rows(lengths, 4, (4, 2, 16), torch.float32)
+    whole = kernels.paged_attend(q, keys, values, tables, n, 0.3)
+    for r, position in enumerate((0, 9, 19)):
+        keys[tables[r, position // 4], position % 4, 0, 0] = broken
+    q[:3, :2, 0] = 1.0
+    ours = kernels.paged_attend(q, keys, values, tables, n, 0.3)
+    assert ours[:3, :2].isnan().all()  # the heads that share the key head
+    assert torch.equal(ours[:3, 2:], whole[:3, 2:]) and torch.equal(ours[3], whole[3])
+    expected = twins.paged_attend(q, keys, values, tables, n, 0.3)
+    assert torch.equal(ours.isnan(), expected.isnan())
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_single_tokens_are_one_op_whatever_stands_beside_them(alone, monkeypatch):
+    """The rows of a step that are decodes go through paged_attend once a layer, all of them."""
+    kv = paged(32, 4)
+    tables = {row: BlockTable(kv.pool) for row in range(3)}
+    step(kv, tables, [(0, 0, 5), (1, 0, 9)], True)
+    op, rows = kernels.paged_attend, []
+    monkeypatch.setattr(
+        kernels, "paged_attend", lambda q, *rest: rows.append(len(q)) or op(q, *rest)
+    )
+    chunks = [(0, 5, 1), (1, 9, 1)] if alone else [(0, 5, 1), (2, 0, 3), (1, 9, 1)]
+    ours = step(kv, tables, chunks, True)
+    assert rows == [2] * L
+    other = ContiguousKV(CONFIG, torch.float64)
+    step_contiguous(other, [(0, 0, 5), (1, 0, 9)])
+    assert (ours - step_contiguous(other, chunks)).abs().max() < 1e-9

@@ -95,17 +95,19 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("kernels", "kvcache", "model", "hub", "tokenizer"),
         *("decode.sampling", "decode.stats", "decode.graphs", "decode.speculative"),
         *("decode.params", "decode.penalties", "decode.logprobs", "decode.detokenize"),
+        "decode.beam",
     ),
     "server": ("serve",),
     "batch": ("serve",),
     "parallel": ("serve",),
     "checkpoints": ("hub", "tokenizer", "model", "decode", "kvcache"),
-    "plots": ("player",),
+    "plots": ("player", "lesson"),
     "player": ("lesson",),
     "lesson": (),
     "bench": ("*",),
     "cli": ("*",),
     "chat": ("*",),  # the part of the command line that talks
+    "together": ("*",),  # the part of the command line that runs several prompts at once
     "doctor": ("*",),  # the part of the command line that says what is missing
     "__main__": ("cli",),
     "": ("*",),  # spindle/__init__.py: the public names

@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import math
 from fractions import Fraction
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from spindle.decode import sampling
 from spindle.decode.sampling import (
     SamplingParams,
     SamplingRows,
@@ -610,6 +612,97 @@ def test_a_large_vocabulary_does_not_depend_on_the_batch(params, two_threads):
         assert torch.equal(alone[0], together[i])
 
 
+# The few likeliest tokens instead of all of them: the same tokens
+
+
+def drawn_from_all(
+    logits: torch.Tensor, rows: SamplingRows, positions: torch.Tensor
+) -> torch.Tensor:
+    """What `sample` says it gives: the inverse CDF of a distribution for which all are sorted."""
+    largest = logits.amax(dim=-1)
+    tokens = inverse_cdf(probabilities(logits, rows), draw(rows, positions))
+    return torch.where(largest.isfinite(), tokens, -1)
+
+
+@st.composite
+def hard_logits(draw_from: st.DrawFn, rows: int) -> torch.Tensor:
+    """Logits [R, V]: flat and peaked, with ties, shares that are powers of two, -inf and NaN."""
+    vocab, seed = draw_from(st.integers(2, 300)), draw_from(st.integers(0, 10**6))
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, vocab, generator=generator, dtype=torch.float64)
+    logits *= draw_from(st.sampled_from([0.0, 0.1, 1.0, 4.0, 30.0]))
+    if draw_from(st.booleans()):
+        logits = logits.round()
+    if draw_from(st.booleans()):
+        logits *= math.log(2)
+    spoilt, share = draw_from(
+        st.sampled_from([(0.0, 0.0), (-math.inf, 0.3), (math.nan, 0.3 / vocab)])
+    )
+    logits[torch.rand(rows, vocab, generator=generator) < share] = spoilt
+    kinds = st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfloat16])
+    return logits.to(draw_from(kinds))
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.data(), st.lists(all_params(), min_size=1, max_size=4), st.sampled_from([1, 3, 16]))
+def test_the_likeliest_tokens_give_what_all_tokens_give(data, batch, candidates):
+    """B55, B60: token for token, whatever C is, whoever is beside, at 16 positions of each row."""
+    batch += [dataclasses.replace(p, top_p=0.75, temperature=1.0) for p in batch]
+    logits = data.draw(hard_logits(len(batch))).repeat_interleave(16, dim=0)
+    rows = SamplingRows.of([p for p in batch for _ in range(16)])
+    positions = torch.arange(16).repeat(len(batch))
+    with mock.patch.object(sampling, "CANDIDATES", candidates):
+        tokens = sample(logits, rows, positions)
+    assert torch.equal(tokens, drawn_from_all(logits, rows, positions))
+
+
+def test_a_share_at_the_last_bit_of_top_p_is_the_same_share():
+    """One token has half of the mass, to the last bit: the order of the sum decides on the next."""
+    rest = random_logits(0, 199, rows=400)
+    logits = torch.cat((rest.logsumexp(dim=-1, keepdim=True), rest), dim=-1)
+    rows, positions = solo(SamplingParams(seed=1, top_p=0.5), 400), torch.arange(400)
+    sizes = (probabilities(logits, rows) > 0).sum(dim=-1)
+    assert (sizes == 1).any() and (sizes == 2).any()
+    with mock.patch.object(sampling, "CANDIDATES", 16):
+        tokens = sample(logits, rows, positions)
+    assert torch.equal(tokens, drawn_from_all(logits, rows, positions))
+
+
+def test_a_nucleus_of_what_a_large_top_k_left_is_no_share_of_all():
+    """64 nearly equal tokens, 40 of them left, 12 of those: 32 candidates know no mass of 40."""
+    logits = random_logits(0, 64) / 100
+    rows, positions = solo(SamplingParams(seed=1, top_k=40, top_p=0.3), 200), torch.arange(200)
+    logits = logits.expand(200, -1)
+    with mock.patch.object(sampling, "CANDIDATES", 32):
+        tokens = sample(logits, rows, positions)
+    assert len(tokens.unique()) == 12
+    assert torch.equal(tokens, drawn_from_all(logits, rows, positions))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_large_vocabulary_gives_the_same_tokens_from_its_likeliest(dtype, two_threads):
+    """Some rows that 256 tokens settle, some that 4,096 do, some that nothing but all of V does."""
+    spreads = torch.tensor([6.0, 3.0, 2.0, 1.0, 0.0, 2.0, 0.0, 6.0])[:, None]
+    logits = (random_logits(0, 20_000, rows=8) / 3 * spreads).to(dtype)
+    params = [SamplingParams(seed=s, top_p=0.9) for s in range(6)]
+    params += [SamplingParams(seed=6, top_k=3000), SamplingParams(seed=7, temperature=0)]
+    rows, positions = SamplingRows.of(params), torch.arange(8)
+    tokens = sample(logits, rows, positions)
+    assert torch.equal(tokens, drawn_from_all(logits, rows, positions))
+    for i in range(8):
+        at = slice(i, i + 1)
+        assert sample(logits[at], SamplingRows.of(params[at]), positions[at]) == tokens[i]
+
+
+@pytest.mark.parametrize("params", [{"top_p": 0.9}, {"top_k": 50}, {"top_k": 50, "top_p": 0.5}])
+def test_a_usual_row_does_without_a_sort_of_all_tokens(params, monkeypatch):
+    logits = random_logits(0, 5000, rows=3, dtype=torch.float32)  # 240 to 350 tokens hold 0.9
+    rows, positions = solo(SamplingParams(seed=1, **params), 3), torch.arange(3)
+    expected = drawn_from_all(logits, rows, positions)
+    monkeypatch.setattr(sampling, "_filtered", None)  # a call of it would raise
+    assert torch.equal(sample(logits, rows, positions), expected)
+
+
 def test_equal_seeds_in_one_batch_give_equal_tokens():
     """B60: whatever their rows; but the several answers of one request differ."""
     logits = random_logits(1, 300).expand(5, -1)
@@ -785,7 +878,10 @@ def test_lists_become_tuples_and_parameters_stay_hashable():
 
 
 def test_defaults_are_vllms():
-    """Its SamplingParams, field by field; an absent list is an empty one there too."""
+    """Its SamplingParams, field by field; an absent list is an empty one there too.
+
+    `best_of` is that of OpenAI's completions.
+    """
     assert dataclasses.asdict(SamplingParams()) == {
         "max_tokens": 16,
         "temperature": 1.0,
@@ -802,7 +898,27 @@ def test_defaults_are_vllms():
         "repetition_penalty": 1.0,
         "logprobs": None,
         "n": 1,
+        "best_of": None,
     }
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (dict(n=3, best_of=2), "best_of=2: expected a whole number from n=3 to 128, or None"),
+        (dict(best_of=129), "best_of=129: expected a whole number from n=1 to 128"),
+        (dict(best_of=0), "best_of=0"),
+        (dict(best_of=True), "best_of=True"),
+        (dict(best_of=2.0), "best_of=2.0"),
+        (dict(best_of=2, temperature=0), "best_of=2: expected 1 at temperature=0"),
+    ],
+)
+def test_best_of_is_at_least_n(given, words):
+    """B113"""
+    with pytest.raises(RequestError, match=re.escape(words)):
+        SamplingParams(**given)
+    assert SamplingParams(n=2, best_of=2).selects is False
+    assert (SamplingParams(best_of=np.int64(5)).samples, SamplingParams(n=3).samples) == (5, 3)
 
 
 def test_seed_zero_is_a_seed():

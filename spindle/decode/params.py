@@ -59,7 +59,8 @@ class SamplingParams:
         no log-probabilities at all.
     n: answers to the prompt, 1 .. 128; each draws its own numbers, so not more than 1 if greedy.
     best_of: answers that are made, n .. 128, of which the n likeliest are given, the likeliest
-        first (the sum of their tokens' logprobs, as reported, decides); None: n.
+        first (the sum of their tokens' logprobs, as reported, decides); None: n. (As in
+        OpenAI's completions.)
     `stop` and `stop_token_ids` are kept as tuples, empty for None. Raises RequestError, naming
     the field, on construction.
     """

@@ -15,25 +15,35 @@ from spindle.kernels import build
 
 PANEL = 32  # outputs side by side, as in cpu.cpp
 _POINTER, _LENGTH = ctypes.c_void_p, ctypes.c_int64
+_ARGUMENTS = {  # of each op: pointers, lengths, floats; then the number of threads
+    "linear": (4, 3, 0),
+    "pack": (2, 2, 0),
+    "paged_attend": (6, 6, 1),
+    "rms_norm": (4, 2, 1),
+    "rope": (4, 8, 0),
+    "silu_mul": (2, 2, 0),
+}
 
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     found = build.library("cpu")
     if found is not None:
-        found.spindle_linear.argtypes = [_POINTER] * 4 + [_LENGTH] * 3 + [ctypes.c_int]
-        found.spindle_pack.argtypes = [_POINTER] * 2 + [_LENGTH] * 2 + [ctypes.c_int]
-        found.spindle_paged_attend.argtypes = (
-            [_POINTER] * 6 + [_LENGTH] * 6 + [ctypes.c_float, ctypes.c_int]
-        )
-        for op in (found.spindle_linear, found.spindle_pack, found.spindle_paged_attend):
-            op.restype = None
+        for name, (pointers, lengths, floats) in _ARGUMENTS.items():
+            op = getattr(found, f"spindle_{name}")
+            parts = [_POINTER] * pointers + [_LENGTH] * lengths + [ctypes.c_float] * floats
+            op.argtypes, op.restype = [*parts, ctypes.c_int], None
     return found
 
 
 def available() -> bool:
     """Whether the native forms are here; the first call may compile them, a second or three."""
     return _library() is not None
+
+
+def takes(x: Tensor) -> bool:
+    """Whether the native forms are for this tensor: float32 on a CPU."""
+    return x.dtype == torch.float32 and x.device.type == "cpu" and available()
 
 
 def to_panels(weight: Tensor) -> Tensor:
@@ -77,4 +87,36 @@ def paged_attend(
     pointers = (tensor.data_ptr() for tensor in (q, keys, values, tables, lengths, out))
     threads = torch.get_num_threads()
     lib.spindle_paged_attend(*pointers, R, H, Hk, D, P, tables.shape[1], scale, threads)
+    return out
+
+
+def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm of contiguous x [..., E]; with a residual, x is added to it, in place, and it is."""
+    out = torch.empty_like(x)
+    E = x.shape[-1]
+    lib = _library()
+    assert lib is not None
+    add = None if residual is None else residual.data_ptr()
+    pointers = (x.data_ptr(), add, weight.data_ptr(), out.data_ptr())
+    lib.spindle_rms_norm(*pointers, x.numel() // E, E, eps, torch.get_num_threads())
+    return out
+
+
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """The twin's arguments and result; rows and heads of q and k may lie apart."""
+    pointers = (q.data_ptr(), k.data_ptr(), cos.data_ptr(), sin.data_ptr())
+    T, H, D = q.shape
+    strides = (*q.stride()[:2], *k.stride()[:2])
+    lib = _library()
+    assert lib is not None
+    lib.spindle_rope(*pointers, T, H, k.shape[1], D, *strides, torch.get_num_threads())
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """The twin's result for contiguous gate_up [T, 2F]."""
+    T, F = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(T, F)
+    lib = _library()
+    assert lib is not None
+    lib.spindle_silu_mul(gate_up.data_ptr(), out.data_ptr(), T, F, torch.get_num_threads())
     return out

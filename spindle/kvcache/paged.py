@@ -35,6 +35,7 @@ class PagedKV:
         self.host = BlockPool(host_blocks, block_size, False) if host_blocks else None
         shape = (2, config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
         self.keys, self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.layers = list(zip(self.keys, self.values, strict=True))  # the same, layer by layer
         there = (*shape[:2], host_blocks, *shape[3:])
         pinned = self.keys.is_cuda and host_blocks > 0  # the copy need not wait for the CPU
         self._host_keys, self._host_values = torch.zeros(there, dtype=dtype, pin_memory=pinned)
@@ -103,22 +104,28 @@ class PagedView:
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store k, v [T, Hk, D] of this step's tokens in their sequences' slots."""
-        kernels.write_kv(self._kv.keys[layer], self._slots, k)
-        kernels.write_kv(self._kv.values[layer], self._slots, v)
+        keys, values = self._kv.layers[layer]
+        kernels.write_kv(keys, self._slots, k)
+        kernels.write_kv(values, self._slots, v)
 
     def attend(self, layer: int, q: Tensor, scale: float) -> Tensor:
         """Attention of q [T, H, D] over its own sequence up to its own position -> [T, H, D]."""
-        keys, values = self._kv.keys[layer], self._kv.values[layer]  # [N, P, Hk, D]
+        if self.batched and len(self._decodes) == len(q):  # nothing beside them to put together
+            return self._attend_decodes(layer, q, scale)
         out = torch.empty_like(q)
-        if self._decodes and self.batched:
-            step = (self._tables, self._lengths, scale)
-            out[self._rows] = kernels.paged_attend(q[self._rows], keys, values, *step)
+        if self.batched and self._decodes:
+            out[self._rows] = self._attend_decodes(layer, q[self._rows], scale)
         for start, count, t, table in self._chunks:
             if count > 1 or not self.batched:
                 mine = slice(t, t + count)
-                k, v = (self._gather(x, table, start + count) for x in (keys, values))
+                k, v = (self._gather(x, table, start + count) for x in self._kv.layers[layer])
                 out[mine] = kernels.attend(q[mine], k, v, start, scale)
         return out
+
+    def _attend_decodes(self, layer: int, q: Tensor, scale: float) -> Tensor:
+        """Attention of the single tokens' q [R, H, D]."""
+        keys, values = self._kv.layers[layer]  # [N, P, Hk, D] each
+        return kernels.paged_attend(q, keys, values, self._tables, self._lengths, scale)
 
     def _decode_tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """Of single tokens: rows of q [R], tables [R, B] filled up with block 0, lengths [R]."""

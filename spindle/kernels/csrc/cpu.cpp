@@ -10,12 +10,16 @@
 // K, within a block k by k, then the blocks in turn. So a row has the same bits alone and in any
 // batch. (Blocks also keep what is read of a panel in the cache while further rows pass over it.)
 //
-// paged_attend: one query a row over that row's keys, found block by block through its table.
-// Scores, softmax and the weighted sum are taken in the order of the positions, so a row's result
-// depends on nothing beside it. Keys and values are read where they lie, once for all the query
-// heads that share them.
+// paged_attend: one query a row over that row's keys, block by block of its table. Scores, softmax
+// and the weighted sum are taken in an order that the row's length alone decides, so a row's result
+// depends on nothing beside it. Keys and values are read where they lie, a block from end to end,
+// and come out of memory once for all the query heads that share them.
+//
+// The other ops do little work, in torch by many small passes over the same row: here it is one.
+// Each row is by itself, so its bits do not depend on the rows beside it either.
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -105,27 +109,42 @@ extern "C" void spindle_pack(const float* w, float* panels, int64_t N, int64_t K
 namespace {
 
 constexpr int LANES = 16;
+constexpr int64_t ALONE = 1 << 15;  // numbers that one thread has done before a second is awake
 typedef float V __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float))));
 typedef int32_t I __attribute__((vector_size(LANES * sizeof(int32_t))));
+
+const V& at(const float* x) { return *reinterpret_cast<const V*>(x); }
+V& at(float* x) { return *reinterpret_cast<V*>(x); }
+
+// The sum of all lanes, half onto half: no lane waits for the one before.
+float total(V lanes) {
+  typedef float V8 __attribute__((vector_size(8 * sizeof(float))));
+  typedef float V4 __attribute__((vector_size(4 * sizeof(float))));
+  V8 eights[2];
+  std::memcpy(eights, &lanes, sizeof eights);
+  const V8 eight = eights[0] + eights[1];
+  V4 fours[2];
+  std::memcpy(fours, &eight, sizeof fours);
+  const V4 four = fours[0] + fours[1];
+  return (four[0] + four[2]) + (four[1] + four[3]);
+}
 
 float dot(const float* a, const float* b, int64_t n) {
   V sum = {};
   int64_t d = 0;
-  for (; d + LANES <= n; d += LANES)
-    sum += *reinterpret_cast<const V*>(a + d) * *reinterpret_cast<const V*>(b + d);
-  float total = 0.0f;
-  for (int lane = 0; lane < LANES; ++lane) total += sum[lane];
-  for (; d < n; ++d) total += a[d] * b[d];
-  return total;
+  for (; d + LANES <= n; d += LANES) sum += at(a + d) * at(b + d);
+  float result = total(sum);
+  for (; d < n; ++d) result += a[d] * b[d];
+  return result;
 }
 
 // e^x for x <= 0: 2^n times a polynomial on [-ln2/2, ln2/2]; relative error below 2e-7 (the
-// coefficients are those of Cephes' expf, Moshier 1992). Below -87 it is 0 but for 1e-38.
+// coefficients are those of Cephes' expf, Moshier 1992). 0 where float32 has no normal number.
 V exp_of(V x) {
-  const V low = V{} - 87.0f, shifter = V{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds
-  x = x < low ? low : x;
-  const V n = (x * 1.44269504f + shifter) - shifter;
-  const V r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  const V low = V{} - 87.33654f, shifter = V{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds
+  const V y = x < low ? low : x;
+  const V n = (y * 1.44269504f + shifter) - shifter;
+  const V r = (y - n * 0.693359375f) + n * 2.12194440e-4f;
   V p = r * 1.9875691500e-4f + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
@@ -135,20 +154,50 @@ V exp_of(V x) {
   const I exponent = (__builtin_convertvector(n, I) + 127) << 23;
   V power;
   std::memcpy(&power, &exponent, sizeof power);
-  return p * power;
+  return x < low ? V{} : p * power;
 }
 
-// scores [S] -> e^(score - max); returns the sum. Room for a multiple of 16 is behind `scores`.
-float softmax(float* scores, int64_t S) {
-  const float peak = *std::max_element(scores, scores + S);
-  float total = 0.0f;
-  for (int64_t s = S; s % LANES != 0; ++s) scores[s] = peak - 1000.0f;  // adds nothing
-  for (int64_t s = 0; s < S; s += LANES) {
-    V* at = reinterpret_cast<V*>(scores + s);
-    *at = exp_of(*at - peak);
-    for (int64_t lane = 0; lane < std::min<int64_t>(LANES, S - s); ++lane) total += (*at)[lane];
+// scores [room], a multiple of 16 and filled up with -inf -> their softmax.
+void softmax(float* scores, int64_t room) {
+  V peaks = at(scores), sums = {};
+  for (int64_t s = LANES; s < room; s += LANES)
+    peaks = at(scores + s) > peaks ? at(scores + s) : peaks;
+  float lanes[LANES];
+  std::memcpy(lanes, &peaks, sizeof lanes);
+  const float peak = *std::max_element(lanes, lanes + LANES);
+  for (int64_t s = 0; s < room; s += LANES) {
+    at(scores + s) = exp_of(at(scores + s) - peak);
+    sums += at(scores + s);
   }
-  return total;
+  const float sum = total(sums);
+  for (int64_t s = 0; s < room; s += LANES) at(scores + s) /= sum;
+}
+
+// sum [D] += weights [count] times x [count, D], the rows of x being `stride` floats apart.
+void add_weighted(const float* weights, const float* x, float* sum, int64_t count, int64_t stride,
+                  int64_t D) {
+  int64_t d = 0;
+  for (; d + LANES <= D; d += LANES) {
+    V part = at(sum + d);
+    for (int64_t s = 0; s < count; ++s) part += weights[s] * at(x + s * stride + d);
+    at(sum + d) = part;
+  }
+  for (; d < D; ++d)
+    for (int64_t s = 0; s < count; ++s) sum[d] += weights[s] * x[s * stride + d];
+}
+
+// A row's blocks: calls visit(s, count, block) for the `count` positions from s on. What the next
+// block has in its P rows of `width` floats is asked for meanwhile: it lies anywhere.
+template <typename Visit>
+void each_block(const float* cache, const int64_t* table, int64_t S, int64_t P, int64_t stride,
+                int64_t width, Visit visit) {
+  for (int64_t s = 0; s < S; s += P) {
+    if (s + P < S)
+      for (int64_t p = 0; p < std::min(P, S - s - P); ++p)
+        for (int64_t d = 0; d < width; d += LANES)
+          __builtin_prefetch(cache + (table[s / P + 1] * P + p) * stride + d);
+    visit(s, std::min(P, S - s), cache + table[s / P] * P * stride);
+  }
 }
 
 }  // namespace
@@ -158,28 +207,101 @@ extern "C" void spindle_paged_attend(const float* q, const float* keys, const fl
                                      const int64_t* tables, const int64_t* lengths, float* out,
                                      int64_t R, int64_t H, int64_t Hk, int64_t D, int64_t P,
                                      int64_t B, float scale, int threads) {
-  const int64_t G = H / Hk;
+  const int64_t G = H / Hk, stride = Hk * D;
+  const int64_t span = R < 2 * threads ? 1 : Hk;  // key heads a task: few rows are divided by head
+  const int64_t heads = span * G;
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
-  for (int64_t task = 0; task < R * Hk; ++task) {
-    const int64_t r = task / Hk, head = task % Hk, S = lengths[r];
+  for (int64_t task = 0; task < R * (Hk / span); ++task) {
+    const int64_t r = task / (Hk / span), first = task % (Hk / span) * span, S = lengths[r];
     const int64_t room = (S + LANES - 1) / LANES * LANES;
-    const auto at = [&](int64_t s) {
-      return ((tables[r * B + s / P] * P + s % P) * Hk + head) * D;
+    std::vector<float> scores(heads * room, -INFINITY);
+    const float* query = q + (r * H + first * G) * D;
+    float* result = out + (r * H + first * G) * D;
+    const auto blocks_of = [&](const float* cache, auto visit) {
+      each_block(cache + first * D, tables + r * B, S, P, stride, span * D, visit);
     };
-    std::vector<float> scores(G * room);
-    const float* query = q + (r * H + head * G) * D;
-    float* result = out + (r * H + head * G) * D;
-    for (int64_t s = 0; s < S; ++s)
-      for (int64_t g = 0; g < G; ++g)
-        scores[g * room + s] = dot(query + g * D, keys + at(s), D) * scale;
-    for (int64_t g = 0; g < G; ++g) {
-      const float total = softmax(&scores[g * room], S);
-      for (int64_t s = 0; s < S; ++s) scores[g * room + s] /= total;
+    blocks_of(keys, [&](int64_t s, int64_t count, const float* block) {
+      for (int64_t h = 0; h < heads; ++h)
+        for (int64_t p = 0; p < count; ++p)
+          scores[h * room + s + p] = dot(query + h * D, block + p * stride + h / G * D, D) * scale;
+    });
+    for (int64_t h = 0; h < heads; ++h) softmax(&scores[h * room], room);
+    std::fill(result, result + heads * D, 0.0f);
+    blocks_of(values, [&](int64_t s, int64_t count, const float* block) {
+      for (int64_t h = 0; h < heads; ++h)
+        add_weighted(&scores[h * room + s], block + h / G * D, result + h * D, count, stride, D);
+    });
+  }
+}
+
+// x, out [T, E]; weight [E]. Where there is a residual [T, E], x is added to it and it is normed.
+extern "C" void spindle_rms_norm(const float* x, float* residual, const float* weight, float* out,
+                                 int64_t T, int64_t E, float eps, int threads) {
+#pragma omp parallel for num_threads(threads) if (T * E > ALONE)
+  for (int64_t t = 0; t < T; ++t) {
+    const float* row = x + t * E;
+    if (residual != nullptr) {
+      float* sum = residual + t * E;
+      for (int64_t e = 0; e < E; ++e) sum[e] += row[e];
+      row = sum;
     }
-    std::fill(result, result + G * D, 0.0f);
-    for (int64_t s = 0; s < S; ++s)
-      for (int64_t g = 0; g < G; ++g)
-        for (int64_t d = 0; d < D; ++d)
-          result[g * D + d] += scores[g * room + s] * values[at(s) + d];
+    const float scale = 1.0f / std::sqrt(dot(row, row, E) / E + eps);
+    for (int64_t e = 0; e < E; ++e) out[t * E + e] = weight[e] * (row[e] * scale);
+  }
+}
+
+namespace {
+
+// One row's heads [heads, D], `stride` floats apart, by the angles of cos, sin [D/2].
+void turn(float* x, const float* cos, const float* sin, int64_t heads, int64_t D, int64_t stride) {
+  for (int64_t h = 0; h < heads; ++h) {
+    float *a = x + h * stride, *b = a + D / 2;
+    for (int64_t d = 0; d < D / 2; ++d) {
+      const float before = a[d];
+      a[d] = before * cos[d] - b[d] * sin[d];
+      b[d] = b[d] * cos[d] + before * sin[d];
+    }
+  }
+}
+
+}  // namespace
+
+// q [T, H, D], k [T, Hk, D], whose rows and heads may lie apart; cos, sin [T, D/2].
+extern "C" void spindle_rope(float* q, float* k, const float* cos, const float* sin, int64_t T,
+                             int64_t H, int64_t Hk, int64_t D, int64_t q_row, int64_t q_head,
+                             int64_t k_row, int64_t k_head, int threads) {
+#pragma omp parallel for num_threads(threads) if (T * (H + Hk) * D > ALONE)
+  for (int64_t t = 0; t < T; ++t) {
+    const float *c = cos + t * (D / 2), *s = sin + t * (D / 2);
+    turn(q + t * q_row, c, s, H, D, q_head);
+    turn(k + t * k_row, c, s, Hk, D, k_head);
+  }
+}
+
+namespace {
+
+// silu(g) u for 16 numbers: the exponential of -|g| cannot overflow.
+V gated(V g, V u) {
+  const V e = exp_of(g < 0 ? g : -g);
+  return g * ((g < 0 ? e : V{} + 1.0f) / (1.0f + e)) * u;
+}
+
+}  // namespace
+
+// gate_up [T, 2F], gate first; out [T, F].
+extern "C" void spindle_silu_mul(const float* gate_up, float* out, int64_t T, int64_t F,
+                                 int threads) {
+#pragma omp parallel for num_threads(threads) if (T * F > ALONE)
+  for (int64_t t = 0; t < T; ++t) {
+    const float *gate = gate_up + t * 2 * F, *up = gate + F;
+    int64_t f = 0;
+    for (; f + LANES <= F; f += LANES) at(out + t * F + f) = gated(at(gate + f), at(up + f));
+    if (f < F) {
+      V last[2] = {};
+      std::memcpy(&last[0], gate + f, (F - f) * sizeof(float));
+      std::memcpy(&last[1], up + f, (F - f) * sizeof(float));
+      last[0] = gated(last[0], last[1]);
+      std::memcpy(out + t * F + f, &last[0], (F - f) * sizeof(float));
+    }
   }
 }
