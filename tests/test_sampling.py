@@ -7,6 +7,7 @@ Statistical tests have fixed seeds, so they are decided once; the p-value that e
 import dataclasses
 import itertools
 import math
+import re
 from fractions import Fraction
 from unittest import mock
 
