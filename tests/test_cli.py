@@ -908,7 +908,7 @@ def test_bench_peers_compares_on_the_same_tokens(
 
 def test_without_transformers_the_gap_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    names, gaps = peers._engines()
+    names, gaps = peers.engines()
     assert names == ["spindle"]
     assert gaps["transformers"].startswith("not installed; ")
 

@@ -7,4 +7,6 @@ only when it is asked for. Its name and sentence stand here, so that help needs 
 BENCHES = {
     "peers": "one greedy stream beside transformers: same weights, same prompt, alternating runs",
     "replay": "one trace in two memories: slots reserved at admission, or blocks as tokens come",
+    "scale": "what scheduling costs a token: 1,000 to 100,000 requests waiting, and no model",
+    "traffic": "many users: static batches against continuous ones, and transformers",
 }

@@ -73,7 +73,7 @@ def measure(model: str, new: int, repeat: int) -> dict[str, Any]:
     directory = hub.resolve(model)
     config, prompt = ModelConfig.from_directory(directory), Tokenizer(directory).encode(PROMPT)
     _check_lengths(new, repeat, config.max_positions - len(prompt))
-    names, gaps = _engines()
+    names, gaps = engines()
     turns, read_gb_s = _take_turns(directory, names, prompt, new, repeat)
     reference = turns["spindle"][0].token_ids
     device = pick_device()
@@ -102,7 +102,7 @@ def _check_lengths(new: int, repeat: int, room: int) -> None:
         raise RequestError(f"--repeat {repeat}: expected 1 or more")
 
 
-def _engines() -> tuple[list[str], dict[str, str]]:
+def engines() -> tuple[list[str], dict[str, str]]:
     """The engines that can run here, and for each of the others the reason why not."""
     if importlib.util.find_spec("transformers") is None:
         return ["spindle"], {"transformers": "not installed; `pip install -e '.[hf]'` brings it"}
@@ -236,7 +236,8 @@ def _load_spindle(directory: Path) -> Generate:
     return generate
 
 
-def _load_transformers(directory: Path) -> Generate:
+def transformers_model(directory: Path) -> Any:
+    """The checkpoint as transformers runs it: greedy, to the last token asked for, same dtype."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # the checkpoint is a directory: nothing to ask for
     import transformers
 
@@ -249,9 +250,14 @@ def _load_transformers(directory: Path) -> Generate:
     # Greedy and nothing else: whatever the checkpoint's generation_config.json asks for is dropped,
     # its end tokens too, so that all engines make the same number of tokens.
     model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)
+    return model
+
+
+def _load_transformers(directory: Path) -> Generate:
+    model = transformers_model(directory)
 
     def generate(prompt: list[int], new: int) -> tuple[list[int], float, float]:
-        ids, times = torch.tensor([prompt], device=device), _Times()
+        ids, times = torch.tensor([prompt], device=model.device), Times()
         start = time.perf_counter()
         answer = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, streamer=times
@@ -262,17 +268,18 @@ def _load_transformers(directory: Path) -> Generate:
     return generate
 
 
-class _Times:
+class Times:
     """A streamer of transformers that notes when each piece came; the first is the prompt."""
 
     def __init__(self) -> None:
         self.seen: list[float] = []
 
     def put(self, value: Tensor) -> None:
+        """Called by transformers with the prompt, then with each new token of all rows."""
         self.seen.append(time.perf_counter())
 
     def end(self) -> None:
-        pass
+        """Called by transformers when all have come."""
 
 
 LOADERS: dict[str, Callable[[Path], Generate]] = {

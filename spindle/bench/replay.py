@@ -74,19 +74,20 @@ def long_tailed(num_requests: int = 64, seed: int = 0) -> list[Request]:
     """
     draw, trace = random.Random(seed), []
     for name in range(num_requests):
-        prompt = _log_logistic(draw.random(), PROMPT_MEDIAN, PROMPT_SPREAD)
-        output = _log_logistic(draw.random(), OUTPUT_MEDIAN, OUTPUT_SPREAD)
+        prompt = log_logistic(draw.random(), PROMPT_MEDIAN, PROMPT_SPREAD)
+        output = log_logistic(draw.random(), OUTPUT_MEDIAN, OUTPUT_SPREAD)
         low, high = PROMPT_RANGE
-        trace.append(Request(name, _cut(prompt, low, high), MAX_NEW, _cut(output, 1, MAX_NEW)))
+        trace.append(Request(name, cut(prompt, low, high), MAX_NEW, cut(output, 1, MAX_NEW)))
     return trace
 
 
-def _log_logistic(u: float, median: float, spread: float) -> int:
+def log_logistic(u: float, median: float, spread: float) -> int:
     """What a share u of all are below; a share 1 / (1 + (x / median)^(1 / spread)) is above x."""
     return round(median * (u / (1 - u)) ** spread)
 
 
-def _cut(value: int, low: int, high: int) -> int:
+def cut(value: int, low: int, high: int) -> int:
+    """The value, or the end of the range that it is beyond."""
     return max(low, min(high, value))
 
 

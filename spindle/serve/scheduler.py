@@ -123,9 +123,10 @@ class Scheduler:
         decodes = sum(one.pending == 1 for one in self.running)
         static = self.policy == "static"  # a padded batch takes all of its prompts at once
         draft = _Draft(2**62 if static else self.max_batch_tokens - decodes)
-        for group in _groups(self.running):
-            if group[0] in self.running:  # not preempted in the meantime
-                self._go_on(group, draft)
+        groups, at = _groups(self.running), 0
+        while at < len(groups):  # they become fewer if some are preempted
+            self._go_on(groups, at, draft)
+            at += 1
         if not (static and self.running):
             self._admit(draft)
         return draft.plan()
@@ -193,13 +194,13 @@ class Scheduler:
 
     # --- the parts of a step --------------------------------------------------------------------
 
-    def _go_on(self, group: list[Sequence], draft: _Draft) -> None:
-        """Plan a running group's next tokens, at the cost of younger ones if it must be."""
+    def _go_on(self, groups: list[list[Sequence]], at: int, draft: _Draft) -> None:
+        """Plan the next tokens of a running group, at the cost of the youngest if it must be."""
+        group = groups[at]
         counts = _counts(group, draft.budget)
         while not self._reserve(group, counts, draft):
-            victims = _groups(self.running)[-1]
-            self._preempt(victims, draft)
-            if victims[0] is group[0]:
+            self._preempt(groups.pop(), draft)
+            if len(groups) == at:  # it was the youngest itself
                 return
         prompts = (n for one, n in zip(group, counts, strict=True) if one.pending > 1)
         draft.budget -= sum(prompts)
@@ -241,13 +242,15 @@ class Scheduler:
 
     def _admit(self, draft: _Draft) -> None:
         """Start or resume the oldest waiting group while slots, blocks and budget last."""
+        seats = self.max_seqs - sum(one.width for one in self.running)
         while self.waiting:
             group = self._next_group()
-            seats = self.max_seqs - sum(one.width for one in self.running)
+            width = sum(one.width for one in group)
             blocked = bool(self.running) and self._endings < group[0].waits_for_ending
-            too_many = len(group) > draft.budget or sum(one.width for one in group) > seats
+            too_many = len(group) > draft.budget or width > seats
             if too_many or blocked or not self._start(group, draft):
                 return
+            seats -= width
             for one in group:
                 self.waiting.popleft()
                 self.running.append(one)
