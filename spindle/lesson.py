@@ -416,3 +416,98 @@ def rows_after_hit(prompt: list[int], remembered: list[int], block_size: int) ->
         if prompt[:stop] == remembered[:stop]:
             found = stop
     return len(prompt) - found
+
+
+@check.exercise(
+    "11",
+    inputs=[([(5, 16)], 4), ([(5, 16), (3, 8), (6, 32)], 4), ([(5, 1), (4, 1), (9, 2)], 4),
+            ([(10, 96), (6, 192), (2, 12)], 16), ([(7, 3)], 1)],
+)  # fmt: skip
+def peak_blocks(requests: Sequence[tuple[int, int]], block_size: int) -> int:
+    """int, the most blocks held in any step by requests (prompt, new) that begin together."""
+    # In the step that gives its last token a request still holds its blocks; after it, none.
+    last = max(new for _, new in requests)
+    return max(
+        sum(-(-(prompt + step) // block_size) for prompt, new in requests if step < new)
+        for step in range(last)
+    )
+
+
+@check.exercise(
+    "11",
+    inputs=[((5, 3), 1, 0, 1), ((22, 23, 22, 23), 0, 0, 1), ((22, 23, 22, 23), 0, 3, 1),
+            ((5, 1, 1, 1), 0, 0, 3), ((5, 1, 1, 1), 1, 0, 3), ((4, 2, 1), 0, 1, 5),
+            ((5, 2, 4), 0, 0, 3)],
+)  # fmt: skip
+def preemptions(held: Sequence[int], free: int, asks: int, wants: int) -> int:
+    """int, how many are preempted, the last first, until number `asks` has `wants` blocks more."""
+    gone = 0
+    while free < wants:
+        gone += 1
+        free += held[-gone]
+        if gone == len(held) - asks:  # it was its own turn
+            break
+    return gone
+
+
+@check.exercise(
+    "10",
+    inputs=[
+        ((0, 10, 20), (1, 1, 1)),
+        (tuple(range(0, 100, 10)), (1, 1, 50, 1, 1, 1, 1, 1, 1, 1)),
+        ((0, 1, 2, 3), (4, 4, 4, 4)),
+        ((5, 6, 90), (10, 2, 3)),
+    ],
+)
+def longest_wait(due: Sequence[int], takes: Sequence[int]) -> int:
+    """int, the longest time from due to done of requests that one seat serves in turn."""
+    now = longest = 0
+    for when, time in zip(due, takes, strict=True):
+        now = max(now, when) + time
+        longest = max(longest, now - when)
+    return longest
+
+
+@check.exercise(
+    "10",
+    inputs=[
+        (400, 0, 512, 10),
+        (400, 8, 512, 10),
+        (400, 8, 64, 10),
+        (400, 8, 16, 10),
+        (5, 2, 4, 10),
+        (1, 0, 16, 4),
+    ],
+)
+def prompt_ticks(prompt: int, decodes: int, budget: int, knee: int) -> float:
+    """float, the ticks until a prompt is through beside decodes; T rows take max(1, T / knee)."""
+    ticks = 0.0
+    while prompt:
+        chunk = min(prompt, budget - decodes)
+        ticks += max(1, (decodes + chunk) / knee)
+        prompt -= chunk
+    return ticks
+
+
+_LENGTHS = (63, 5, 10, 6, 24, 16, 62, 4, 192)
+
+
+@check.exercise(
+    "09", inputs=[((16, 8, 192, 24), 4), (_LENGTHS, 4), (_LENGTHS, 1), ((3, 9, 2), 8), ((7, 7), 2)]
+)
+def static_steps(lengths: Sequence[int], seats: int) -> int:
+    """int, the steps in which static batches, in the order given, make answers of such lengths."""
+    return sum(max(lengths[at : at + seats]) for at in range(0, len(lengths), seats))
+
+
+@check.exercise(
+    "09",
+    inputs=[((16, 8, 192, 24), 4), (_LENGTHS, 4), (_LENGTHS[::-1], 4), (_LENGTHS, 1),
+            ((3, 9, 2), 8), ((2, 2, 2, 3, 3, 4), 3), ((7, 7, 7), 2)],
+)  # fmt: skip
+def continuous_steps(lengths: Sequence[int], seats: int) -> int:
+    """int, the steps if whoever is next, in the order given, takes a seat once it is free."""
+    free_at = [0] * seats
+    for length in lengths:
+        free_at[free_at.index(min(free_at))] += length
+    return max(free_at)

@@ -10,8 +10,8 @@
     )
 
 A notebook shows it as HTML that asks no other host for anything. Where scripts may not run (a fresh
-clone in JupyterLab, GitHub), what is left is the list of all steps as text; where they may, the
-script makes grid and controls out of it. The same snapshots give the same HTML.
+clone in JupyterLab, GitHub), what is left is the list of all steps as text, a long one folded;
+where they may, the script makes grid and controls out of it. The same snapshots give the same HTML.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ Snapshot = tuple[str, Sequence[Cell]]  # what happened, and all cells after it
 
 WHOLE = 400  # cells in all steps, up to which the text of a step names every cell that is held
 WIDE = 16  # columns, beyond which a cell has no room for words
+LONG = 20  # steps, beyond which their text is folded: it would bury the page
 
 
 class _Cell(NamedTuple):
@@ -126,9 +127,9 @@ class Player:
             items.append(f"<li><span>{escape(caption, quote=False)}</span>{listed}</li>\n")
         summary = "Every step as text" + ("" if whole else ": what changed")
         head = f"<p><b>{escape(self.title, quote=False)}</b></p>\n" if self.title else ""
+        details = "<details open>" if len(items) <= LONG else "<details>"
         return (
-            f"{head}<details open><summary>{summary}</summary>\n<ol>\n{''.join(items)}</ol>"
-            "</details>\n"
+            f"{head}{details}<summary>{summary}</summary>\n<ol>\n{''.join(items)}</ol></details>\n"
         )
 
     def _say(self, n: int, cell: _Cell) -> str:
@@ -181,14 +182,16 @@ _STYLE = _packed("""
 .spindle-bar{display:flex;gap:.5em;align-items:center;max-width:34em}
 .spindle-bar input{flex:1;min-width:4em}
 .spindle-says{min-height:3em;margin:.4em 0}
-.spindle-grid{display:grid;gap:4px;align-items:center;margin:.4em 0 .8em}
+.spindle-grid{display:grid;gap:4px;align-items:center;margin:.4em 0 .8em;
+  padding:2px}
 .spindle-cell{border:1px solid #8888;border-radius:4px;padding:1px 4px 4px;min-width:0;
   font-size:.8em;line-height:1.5;overflow:hidden;white-space:nowrap}
 .spindle-cell small{opacity:.65;margin-right:.4em}
 .spindle-new{outline:2px solid currentColor}
 .spindle-fill{position:relative;height:9px;background:#8883;display:flex;flex-direction:column}
 .spindle-fill i{flex:1}
-.spindle-fill u{position:absolute;inset:0}
+.spindle-fill u{position:absolute;inset:0;display:flex}
+.spindle-fill b{flex:1;border-right:1px solid #888}
 .spindle-wide .spindle-fill{height:18px}
 """)
 
@@ -237,9 +240,10 @@ _SCRIPT = _packed("""
       i.style.width = filled / d.slots * 100 + "%";
       i.style.background = d.owners[o][1];
     });
-    const slot = 100 / d.slots + "%";
-    if (d.slots > 1 && d.slots < 9) put(fill, "u").style.background =
-      `repeating-linear-gradient(90deg,#8880 0 calc(${slot} - 1px),#888 0 ${slot})`;
+    if (d.slots > 1 && d.slots < 9) {
+      const marks = put(fill, "u");
+      for (let slot = 0; slot < d.slots; slot++) put(marks, "b");
+    }
   };
   let at = 0;
   const show = to => {

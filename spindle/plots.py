@@ -11,20 +11,23 @@ states the claim. Sizes are fixed, so that a stored figure can be compared.
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
+from spindle.lesson import CAST
 from spindle.player import Player
 
 __all__ = [
     "COLOURS",
+    "Cell",
     "Machine",
     "Player",
     "attention_grid",
@@ -34,7 +37,10 @@ __all__ = [
     "rows_grid",
     "show",
     "style",
+    "timeline",
     "token_strip",
+    "token_times",
+    "trace_cells",
 ]
 
 # Roles, after Okabe and Ito ("Color Universal Design", 2008). The requests have colours of their
@@ -164,9 +170,8 @@ def _bounds(ax: Axes, machine: Machine, max_rows: int) -> None:
     roof = [min(machine.memory_bound(rows), top) for rows in (ends[0], knee, ends[1])]
     ax.plot([ends[0], knee, ends[1]], roof, color=COLOURS["ink"], lw=2.5, label="bound")
     note = f"memory: {_short(machine.memory_bound(1))} passes a second"
-    middle = math.sqrt(knee)  # half-way up the slope, away from the dots of one row
-    at = machine.memory_bound(middle)
-    _note(ax, note, middle, at, COLOURS["memory"], (10, -6), va="top")
+    above = machine.memory_bound(knee**0.75)  # over the slope, where no dot can be
+    _note(ax, note, 1, above, COLOURS["memory"], (0, 0), va="center")
     _note(ax, f"arithmetic: {_short(top)} tokens a second", 1, top, COLOURS["compute"], (0, 6))
     ax.axvline(knee, color=COLOURS["faint"], lw=1, zorder=0)
     _note(ax, f"knee: {knee:.3g} rows", knee, top, COLOURS["ink"], (6, -6), va="top")
@@ -304,3 +309,262 @@ def _spans(ax: Axes, spans: Sequence[tuple[int, int]], width: int, colour: str) 
     ax.barh(range(len(spans)), counts, left=starts, height=1, color=colour, lw=0)
     ax.set(xlim=(0, width), ylim=(len(spans) - 0.5, -0.5))
     _bare(ax)
+
+
+# --- who runs in which step ---------------------------------------------------------------------
+
+
+class Cell(NamedTuple):
+    """One sequence's part of one step: `rows` of it went through the model, to what end."""
+
+    name: str  # the request's, which has the colour; of its answers after the first "name.1"
+    step: int
+    kind: str  # a key of KINDS
+    rows: int = 1
+
+
+KINDS = {  # how dark it is drawn, and what the key under the figure calls it
+    "prefill": (1.0, "prompt"),
+    "recompute": (1.0, "computed again"),
+    "decode": (0.5, "one token"),
+    "filler": (0.0, "computed, wanted by nobody"),
+}
+
+
+def trace_cells(trace: Iterable[Any]) -> list[Cell]:
+    """The cells of `LLM.trace`, a Plan a step; the first plan that is kept is step 0.
+
+    A chunk of tokens that the trace has seen computed before is a recompute, after a preemption.
+    """
+    cells, computed = [], dict[Any, int]()
+    for step, plan in enumerate(trace):
+        for chunk in plan.chunks:
+            sequence, stop = chunk.sequence, chunk.start + chunk.count
+            known = computed.get(sequence, 0)
+            name = sequence.request.id + (f".{sequence.sample}" if sequence.sample else "")
+            cells.append(Cell(name, step, _kind(chunk, known), chunk.count))
+            computed[sequence] = max(known, stop)
+    return cells
+
+
+def _kind(chunk: Any, known: int) -> str:
+    if chunk.filler:
+        return "filler"
+    if chunk.start < known:
+        return "recompute"
+    prompt = len(chunk.sequence.request.prompt)
+    return "decode" if chunk.count == 1 and chunk.start >= prompt else "prefill"
+
+
+def timeline(
+    runs: Mapping[str, Sequence[Cell | tuple]],
+    title: str,
+    lines: str = "seat",
+    colours: Mapping[str, str] | None = None,
+    steps: int | None = None,
+) -> Figure:
+    """Runs under one another over the same steps: a line a seat, or a line a sequence.
+
+    runs: the title of each and its cells, as `trace_cells` makes them or plain (name, step, kind).
+    lines "seat": whoever begins takes the lowest free one, and is named where there is room; a
+    seat that nobody has is pale. lines "sequence": in order of appearance; a thin line is drawn
+    where a sequence has begun and does not run. colours: "#rrggbb" by name; the cast has its own,
+    and others get the cast's in turn. steps: how many to show, by default all.
+    """
+    assert lines in ("seat", "sequence"), lines
+    made = {name: [Cell(*cell) for cell in cells] for name, cells in runs.items()}
+    last = steps or 1 + max(cell.step for cells in made.values() for cell in cells)
+    fills = _request_colours([cell.name for cells in made.values() for cell in cells], colours)
+    places = [_seats(cells) if lines == "seat" else _own_lines(cells) for cells in made.values()]
+    heights = [1 + max(at.values()) for at in places]
+    style()
+    fig, axes = plt.subplots(
+        len(made), 1, figsize=(8, 1.05 + 0.55 * len(made) + 0.24 * sum(heights)), sharex=True,
+        squeeze=False, layout="constrained", height_ratios=heights,
+    )  # fmt: skip
+    _claim(fig, title)
+    panels = zip(axes[:, 0], made.items(), places, heights, strict=True)
+    for ax, (name, cells), at, height in panels:
+        if lines == "sequence":
+            _waits(ax, at, fills)
+        _runs_of_cells(ax, cells, at, fills, last, in_line=lines == "seat")
+        _frame(ax, name, height, last)
+        if lines == "sequence":
+            names = {place: cell for (cell, _), place in at.items()}
+            ax.set_yticks(range(height), [names[place] for place in range(height)], fontsize=9)
+    axes[-1, 0].set(xlabel="step")
+    _key(fig, {cell.kind for cells in made.values() for cell in cells})
+    return fig
+
+
+Places = dict[tuple[str, int], int]  # (name, step) -> line
+
+
+def _seats(cells: Sequence[Cell]) -> Places:
+    """The lowest free seat for who begins; who was away gets the old one if it is free."""
+    by_step: dict[int, list[str]] = {}
+    for cell in cells:
+        by_step.setdefault(cell.step, []).append(cell.name)
+    at: Places = {}
+    old: dict[str, int] = {}
+    for step in sorted(by_step):
+        names = by_step[step]
+        stay = [name for name in names if (name, step - 1) in at]
+        taken = {old[name] for name in stay}
+        for name in names:
+            if name not in stay and (name not in old or old[name] in taken):
+                old[name] = next(seat for seat in range(len(names) + 1) if seat not in taken)
+            taken.add(old[name])
+            at[name, step] = old[name]
+    return at
+
+
+def _own_lines(cells: Sequence[Cell]) -> Places:
+    names = list(dict.fromkeys(cell.name for cell in cells))
+    requests = [_request(name) for name in names]
+    names.sort(key=lambda name: requests.index(_request(name)))  # a request's answers together
+    return {(cell.name, cell.step): names.index(cell.name) for cell in cells}
+
+
+def _request_colours(names: Iterable[str], given: Mapping[str, str] | None) -> dict[str, str]:
+    """A colour for each name; the answers of a request, "name" and "name.1", have one colour."""
+    known = {one.name: one.colour for one in CAST} | dict(given or {})
+    requests = list(dict.fromkeys(_request(name) for name in names))
+    for n, request in enumerate(requests):
+        known.setdefault(request, CAST[n % len(CAST)].colour)
+    return {name: known.get(name, known[_request(name)]) for name in names}
+
+
+def _request(name: str) -> str:
+    front, _, sample = name.rpartition(".")
+    return front if front and sample.isdecimal() else name
+
+
+def _runs_of_cells(
+    ax: Axes, cells: Sequence[Cell], at: Places, fills: dict[str, str], last: int, in_line: bool
+) -> None:
+    """Neighbouring cells of one kind are one bar; a request's first bar carries its name."""
+    line: dict[str, list[Cell]] = {}
+    for cell in sorted(cells, key=lambda cell: cell.step):
+        line.setdefault(cell.name, []).append(cell)
+    fine = last <= 60  # then each step is a cell of its own to the eye
+    for name, its in line.items():
+        for run in _joined(its, at):
+            place, kind = at[name, run[0].step], run[0].kind
+            _bar(ax, run[0].step, len(run), place, fine, _look(fills[name], kind))
+            if fine and kind in ("prefill", "recompute"):
+                _numbers(ax, run, place)
+        wanted = [cell for cell in its if cell.kind != "filler"]
+        stay = next(n for n in range(len(wanted) + 1) if not _goes_on(wanted, n, at))
+        if in_line and stay * 8 * 72 / last > 7 * len(name) + 6:
+            middle = its[0].step + stay / 2
+            ax.text(middle, at[name, its[0].step], name, ha="center", va="center", fontsize=9)
+
+
+def _goes_on(its: Sequence[Cell], n: int, at: Places) -> bool:
+    """Whether cell n stands right behind the one before it, on the same line."""
+    if n in (0, len(its)):
+        return n < len(its)
+    before, now = its[n - 1], its[n]
+    same = at[before.name, before.step] == at[now.name, now.step]
+    return now.step == before.step + 1 and same
+
+
+def _joined(its: Sequence[Cell], at: Places) -> list[list[Cell]]:
+    runs: list[list[Cell]] = []
+    for n, cell in enumerate(its):
+        if n and _goes_on(its, n, at) and its[n - 1].kind == cell.kind:
+            runs[-1].append(cell)
+        else:
+            runs.append([cell])
+    return runs
+
+
+def _bar(ax: Axes, step: int, count: int, place: int, fine: bool, how: dict[str, Any]) -> None:
+    for left in range(step, step + count) if fine else [step]:
+        width = 0.92 if fine else count - 0.15
+        ax.add_patch(Rectangle((left, place - 0.43), width, 0.86, **how))
+
+
+def _look(colour: str, kind: str) -> dict[str, Any]:
+    if kind == "filler":
+        grey = {"fc": COLOURS["faint"], "ec": COLOURS["recorded"]}
+        return {**grey, "hatch": "////", "lw": 0, "label": kind}
+    if kind == "recompute":
+        return {"fc": colour, "ec": COLOURS["ink"], "lw": 1.5, "label": kind}
+    return {"fc": colour, "alpha": KINDS[kind][0], "lw": 0, "label": kind}
+
+
+def _numbers(ax: Axes, run: Sequence[Cell], place: int) -> None:
+    for cell in run:
+        if cell.rows > 1:
+            ax.text(
+                cell.step + 0.46, place, str(cell.rows), ha="center", va="center", fontsize=8,
+                color="white", fontweight="bold",
+            )  # fmt: skip
+
+
+def _waits(ax: Axes, at: Places, fills: dict[str, str]) -> None:
+    """A thin line from where a sequence stops to where it goes on."""
+    steps: dict[str, list[int]] = {}
+    for name, step in sorted(at, key=lambda one: one[1]):
+        steps.setdefault(name, []).append(step)
+    for name, its in steps.items():
+        for before, after in pairwise(its):
+            if after > before + 1:
+                place = at[name, before]
+                ax.plot([before + 1, after], [place, place], color=fills[name], lw=1.5)
+
+
+def _frame(ax: Axes, name: str, height: int, last: int) -> None:
+    for place in range(height):
+        pale = Rectangle((0, place - 0.43), last, 0.86, color=COLOURS["empty"], lw=0, zorder=-1)
+        ax.add_patch(pale)
+    ax.set(xlim=(0, last), ylim=(height - 0.5, -0.5))
+    ax.set_title(name, fontsize=11)
+    ax.set_yticks([])
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _bare(ax)
+
+
+def _key(fig: Figure, kinds: Iterable[str]) -> None:
+    shown = [kind for kind in KINDS if kind in kinds]
+    boxes = [Rectangle((0, 0), 1, 1, **_look(COLOURS["recorded"], kind)) for kind in shown]
+    fig.legend(
+        boxes, [KINDS[kind][1] for kind in shown], loc="outside lower left", ncols=len(shown),
+        frameon=False, fontsize=10, handlelength=1.2,
+    )  # fmt: skip
+
+
+# --- when each token came -----------------------------------------------------------------------
+
+
+def token_times(
+    runs: Mapping[str, Mapping[str, Sequence[float]]],
+    title: str,
+    xlabel: str,
+    colours: Mapping[str, str] | None = None,
+    window: tuple[float, float] | None = None,
+) -> Figure:
+    """When tokens came: a panel a run, a line a request, a stroke a token.
+
+    runs: the title of each, and in it the times by the request's name. colours: as in `timeline`.
+    window: the times to show, from and to; by default all.
+    """
+    fills = _request_colours([name for its in runs.values() for name in its], colours)
+    style()
+    height = 0.9 + sum(0.5 + 0.2 * len(its) for its in runs.values())
+    fig, axes = plt.subplots(
+        len(runs), 1, figsize=(8, height), sharex=True, squeeze=False, layout="constrained",
+        height_ratios=[len(its) for its in runs.values()],
+    )  # fmt: skip
+    _claim(fig, title)
+    for ax, (name, its) in zip(axes[:, 0], runs.items(), strict=True):
+        for line, (request, times) in enumerate(its.items()):
+            ax.vlines(times, line - 0.36, line + 0.36, color=fills[request], lw=1.5)
+        ax.set_title(name, fontsize=11)
+        ax.set_yticks(range(len(its)), list(its), fontsize=9)
+        ax.set(ylim=(len(its) - 0.4, -0.6), xlim=window)
+        _bare(ax)
+    axes[-1, 0].set(xlabel=xlabel)
+    return fig

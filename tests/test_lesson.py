@@ -361,7 +361,7 @@ def test_an_unknown_exercise_is_refused_with_the_known_ones():
 
 def test_every_exercise_belongs_to_a_chapter():
     chapters = {getattr(check, name).chapter for name in dir(check)}
-    assert chapters == {"00", "01", "02", "03", "04", "05", "06", "08", "07"}
+    assert chapters == {"00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11"}
 
 
 def test_the_smallest_lead_is_that_of_the_closest_choice():
@@ -376,3 +376,107 @@ def test_the_smallest_lead_is_that_of_the_closest_choice():
             return torch.tensor([[0.0, next(self.leads), -1.0]])
 
     assert smallest_lead(Scripted(), [0], [1, 1, 1]) == 0.5
+
+
+def test_the_exercises_of_11_refuse_plausible_wrong_answers(capsys):
+    def all_ends(requests, size):
+        return sum(-(-(p + new - 1) // size) for p, new in requests)
+
+    def in_one_piece(requests, size):
+        steps = range(max(new for _, new in requests))
+        return max(-(-sum(p + s for p, new in requests if s < new) // size) for s in steps)
+
+    def one_too_long(requests, size):
+        steps = range(max(new for _, new in requests) + 1)
+        return max(sum(-(-(p + s) // size) for p, new in requests if s <= new) for s in steps)
+
+    for wrong in (all_ends, in_one_piece, one_too_long):
+        assert verdict(check.peak_blocks, wrong, capsys).startswith("not yet: ")
+
+    def until_enough(held, free, asks, wants, order=-1):
+        gone = 0
+        for blocks in list(held)[::order]:
+            if free >= wants:
+                break
+            gone, free = gone + 1, free + blocks
+        return gone
+
+    def the_oldest_first(held, free, asks, wants):
+        return until_enough(held, free, asks, wants, order=1)
+
+    def nothing_is_free(held, free, asks, wants):
+        return check.preemptions.right(held, 0, asks, wants)
+
+    def one(held, free, asks, wants):
+        return int(free < wants)
+
+    for wrong in (until_enough, the_oldest_first, nothing_is_free, one):
+        assert verdict(check.preemptions, wrong, capsys).startswith("not yet: ")
+    assert check.peak_blocks.right([(5, 16), (3, 8), (6, 32)], 4) == 11
+    assert check.preemptions.right((4, 2, 1), 0, 1, 5) == 2  # the youngest, and then itself
+
+
+def test_the_exercises_of_09_refuse_plausible_wrong_answers(capsys):
+    def only_full_batches(lengths, seats):
+        return sum(max(lengths[at : at + seats]) for at in range(0, len(lengths) - 1, seats))
+
+    def sorted_batches(lengths, seats):
+        return check.static_steps.right(sorted(lengths), seats)
+
+    def one_after_another(lengths, seats):
+        return sum(lengths)
+
+    for wrong in (only_full_batches, sorted_batches, one_after_another):
+        assert verdict(check.static_steps, wrong, capsys).startswith("not yet: ")
+
+    def no_seat_ever_idle(lengths, seats):
+        return max(max(lengths), -(-sum(lengths) // seats))
+
+    def seats_in_turn(lengths, seats):
+        return max(sum(lengths[seat::seats]) for seat in range(seats))
+
+    def longest_first(lengths, seats):
+        return check.continuous_steps.right(sorted(lengths, reverse=True), seats)
+
+    for wrong in (no_seat_ever_idle, seats_in_turn, longest_first, check.static_steps.right):
+        assert verdict(check.continuous_steps, wrong, capsys).startswith("not yet: ")
+    assert check.static_steps.right((16, 8, 192, 24), 4) == 192
+    assert check.continuous_steps.right((2, 2, 2, 3, 3, 4), 3) == 6
+
+
+def test_the_exercises_of_10_refuse_plausible_wrong_answers(capsys):
+    def from_when_it_is_sent(due, takes):
+        return max(takes)
+
+    def the_last(due, takes):
+        now = 0
+        for when, time in zip(due, takes, strict=True):
+            now = max(now, when) + time
+        return now - due[-1]
+
+    def in_the_queue_alone(due, takes):
+        now = longest = 0
+        for when, time in zip(due, takes, strict=True):
+            longest = max(longest, now - when)
+            now = max(now, when) + time
+        return longest
+
+    for wrong in (from_when_it_is_sent, the_last, in_the_queue_alone):
+        assert verdict(check.longest_wait, wrong, capsys).startswith("not yet: ")
+
+    def its_own_rows(prompt, decodes, budget, knee):
+        return prompt / knee
+
+    def decodes_are_free(prompt, decodes, budget, knee):
+        return check.prompt_ticks.right(prompt, 0, budget, knee)
+
+    def full_steps(prompt, decodes, budget, knee):
+        return -(-prompt // (budget - decodes)) * max(1, budget / knee)
+
+    def no_floor(prompt, decodes, budget, knee):
+        return (prompt + decodes * -(-prompt // (budget - decodes))) / knee
+
+    for wrong in (its_own_rows, decodes_are_free, full_steps, no_floor):
+        assert verdict(check.prompt_ticks, wrong, capsys).startswith("not yet: ")
+    assert check.longest_wait.right(range(0, 100, 10), [1, 1, 50, *[1] * 7]) == 50
+    assert check.prompt_ticks.right(400, 8, 16, 10) == pytest.approx(80)

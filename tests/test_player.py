@@ -77,6 +77,12 @@ def test_without_scripts_every_step_is_there_as_text():
     assert "<details open>" in Player(SHARED, 4)._repr_html_()
 
 
+def test_the_text_of_a_long_run_is_folded_and_still_there():
+    html = {steps: Player([("again", [("r0", 1)])] * steps)._repr_html_() for steps in (20, 21)}
+    assert "<details open><summary>" in html[20] and "<details><summary>" in html[21]
+    assert Page(html[21]).steps == ["again0: r0"] * 21
+
+
 def test_a_long_run_says_what_changed():
     snapshots = [("all", [("r0", 1)] * 300), ("one goes", [None] + [("r0", 1)] * 299)]
     page = Page(Player(snapshots, 4)._repr_html_())

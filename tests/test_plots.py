@@ -1,7 +1,10 @@
 """The figures: titles, labels and numbers are asserted, since a stored picture is not compared."""
 
+import math
 import subprocess
 import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import matplotlib
 
@@ -12,7 +15,7 @@ import pytest
 import torch
 from matplotlib.patches import Rectangle
 
-from spindle import plots
+from spindle import LLM, SamplingParams, plots
 from spindle.lesson import CAST
 
 MACHINE = plots.Machine("a machine", 0.5e9, 25e9, 0.25e9, 125e9)
@@ -22,6 +25,17 @@ MACHINE = plots.Machine("a machine", 0.5e9, 25e9, 0.25e9, 125e9)
 def closed():
     yield
     plt.close("all")
+
+
+@pytest.fixture
+def tiny_llm_trace():
+    """Two seats, three requests, the third admitted when the second has ended."""
+    llm = LLM("tiny", max_seqs=2, trace=99)
+    for name, tokens in (("r0", 5), ("r1", 3), ("r2", 2)):
+        llm.add([9, 8, 7], SamplingParams(max_tokens=tokens, ignore_eos=True), name)
+    while llm.has_unfinished:
+        llm.step()
+    return list(llm.trace)
 
 
 def said(fig) -> list[str]:
@@ -142,3 +156,137 @@ def test_lesson_does_not_import_matplotlib_or_ipython():
     code = "import spindle.lesson, sys; print({'matplotlib', 'IPython'} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout == "set()\n"
+
+
+# --- timelines ------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Answer:
+    request: object
+    sample: int = 0
+
+
+def answer(name: str, prompt: int, sample: int = 0) -> Answer:
+    return Answer(SimpleNamespace(id=name, prompt=[0] * prompt), sample)
+
+
+def plan(*chunks) -> SimpleNamespace:
+    """(sequence, start, count) each, and "filler" as a fourth where it is one."""
+    return SimpleNamespace(
+        chunks=[
+            SimpleNamespace(sequence=of, start=start, count=count, filler=bool(more))
+            for of, start, count, *more in chunks
+        ]
+    )
+
+
+def bars(ax) -> list[tuple[int, int, int, str]]:
+    """(line, first step, steps, kind) of every bar, from the left."""
+    drawn = [box for box in ax.patches if box.get_label() in plots.KINDS]
+    found = [
+        (round(b.get_y() + 0.43), round(b.get_x()), math.ceil(b.get_width()), b.get_label())
+        for b in drawn
+    ]
+    return sorted(found, key=lambda bar: (bar[1], bar[0]))
+
+
+def test_trace_cells_tell_prompts_from_decodes_fillers_and_what_is_computed_again():
+    r0, r1, other = answer("r0", 4), answer("r1", 1), answer("r1", 1, sample=1)
+    trace = [
+        plan((r0, 0, 3), (r1, 0, 1)),
+        plan((r0, 3, 1), (r1, 1, 1), (other, 1, 1)),
+        plan((r0, 4, 1), (r1, 1, 1, "filler")),
+        plan((r0, 0, 6)),  # after a preemption
+    ]
+    assert plots.trace_cells(trace) == [
+        ("r0", 0, "prefill", 3),
+        ("r1", 0, "prefill", 1),
+        ("r0", 1, "prefill", 1),  # the prompt's last token, by itself
+        ("r1", 1, "decode", 1),
+        ("r1.1", 1, "decode", 1),
+        ("r0", 2, "decode", 1),
+        ("r1", 2, "filler", 1),
+        ("r0", 3, "recompute", 6),
+    ]
+
+
+def test_trace_cells_of_a_live_engine_have_a_row_for_each_row_that_was_computed(tiny_llm_trace):
+    trace = tiny_llm_trace
+    cells = plots.trace_cells(trace)
+    assert sum(cell.rows for cell in cells) == sum(c.count for p in trace for c in p.chunks)
+    assert [c.step for c in cells if c.name == "r1"] == [0, 1, 2]
+    assert [c.kind for c in cells if c.name == "r0"] == ["prefill", *["decode"] * 4]
+    assert {c.name: c.step for c in reversed(cells)} == {"r0": 0, "r1": 0, "r2": 3}
+
+
+def test_a_timeline_gives_the_lowest_free_seat_and_leaves_the_others_pale():
+    cells = [("a", s, "decode") for s in range(4)]
+    cells += [("b", s, "decode") for s in range(2)]
+    cells += [("c", s, "filler") for s in (2, 3)]  # in the seat of b
+    cells += [("d", 4, "decode")]  # in the seat of a
+    ax = plots.timeline({"one run": cells}, "A claim", steps=100).axes[0]
+    assert bars(ax) == [
+        (0, 0, 4, "decode"),
+        (1, 0, 2, "decode"),
+        (1, 2, 2, "filler"),
+        (0, 4, 1, "decode"),
+    ]
+    pale = [box for box in ax.patches if box.get_label() not in plots.KINDS]
+    assert [(box.get_x(), box.get_width()) for box in pale] == [(0, 100)] * 2
+
+
+def test_who_comes_back_gets_the_old_seat_unless_another_sits_there():
+    gone = [("a", 0, "decode"), ("b", 0, "decode"), ("a", 1, "decode"), ("c", 2, "decode")]
+    for back, seat in ((3, 1), (2, 1)):
+        cells = [*gone, ("a", 2, "decode"), ("b", back, "recompute")]
+        if back == 2:
+            cells.remove(("c", 2, "decode"))
+        ax = plots.timeline({"": cells}, "A claim", steps=100).axes[0]
+        assert (seat, back, 1, "recompute") in bars(ax)
+    cells = [*gone, ("a", 2, "decode"), ("c", 3, "decode"), ("b", 3, "decode")]
+    ax = plots.timeline({"": cells}, "A claim", steps=100).axes[0]
+    assert (0, 3, 1, "decode") in bars(ax) and (1, 2, 2, "decode") in bars(ax)
+
+
+def test_a_timeline_by_sequence_draws_a_thin_line_where_it_waits_in_between():
+    cells = [("a", 0, "decode"), ("b", 0, "decode"), ("a", 1, "decode"), ("a", 4, "recompute")]
+    ax = plots.timeline({"": [*cells, ("b", 1, "decode")]}, "A claim", lines="sequence").axes[0]
+    assert [list(map(float, line.get_xdata())) for line in ax.lines] == [[2, 4]]
+    assert [text.get_text() for text in ax.get_yticklabels()] == ["a", "b"]
+
+
+def test_timelines_share_their_steps_say_their_claim_and_keep_the_colours_of_the_cast():
+    runs = {
+        "static: 3 steps": [("r1", 0, "prefill", 5), ("r1", 1, "decode"), ("r1", 2, "filler")],
+        "continuous: 1 step": [("r0", 0, "decode"), ("r1.1", 0, "decode")],
+    }
+    fig = plots.timeline(runs, "Who sits where")
+    above, below = fig.axes
+    assert above.get_shared_x_axes().joined(above, below) and above.get_xlim() == (0, 3)
+    words = {"Who sits where", *runs, "step", "5", "prompt", "computed, wanted by nobody"}
+    assert words <= set(said(fig)) and "computed again" not in said(fig)
+    fills = {
+        matplotlib.colors.to_hex(box.get_facecolor()).upper()
+        for ax in fig.axes
+        for box in ax.patches
+        if box.get_label() in ("prefill", "decode")
+    }
+    assert fills == {CAST[0].colour, CAST[1].colour}
+
+
+def test_token_times_draw_a_stroke_a_token_on_the_line_of_its_request():
+    runs = {
+        "whole": {"r0": [1.0, 2.0, 9.0], "page": [9.0]},
+        "in chunks": {"r0": [1.0, 2.0, 4.0, 6.0], "page": [6.0]},
+    }
+    fig = plots.token_times(runs, "A claim", "tick", {"page": "#000000"}, window=(0, 10))
+    for ax, its in zip(fig.axes, runs.values(), strict=True):
+        strokes = [collection.get_segments() for collection in ax.collections]
+        assert [[line[0][0] for line in lines] for lines in strokes] == list(its.values())
+        assert [{round(line[:, 1].mean()) for line in lines} for lines in strokes] == [{0}, {1}]
+        assert [text.get_text() for text in ax.get_yticklabels()] == ["r0", "page"]
+        assert ax.get_xlim() == (0, 10)
+        inks = [matplotlib.colors.to_hex(c.get_color()[0]).upper() for c in ax.collections]
+        assert inks == [CAST[0].colour, "#000000"]
+    assert {"A claim", "whole", "in chunks", "tick"} <= set(said(fig))
