@@ -1,5 +1,6 @@
 """Many at once is each alone: token for token, in float64, whatever is scheduled how."""
 
+import io
 import itertools
 import random
 import signal
@@ -510,6 +511,24 @@ def test_a_prompt_seen_before_is_found_in_the_cache():
     runs = [llm.generate([list(range(12))], params)[0] for _ in range(2)]
     assert [run.metrics.cached_tokens for run in runs] == [0, 8]
     assert runs[0].outputs[0].token_ids == runs[1].outputs[0].token_ids
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_is_a_bar_at_a_terminal_and_nothing_elsewhere(monkeypatch):
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    for stream, progress, shown in (
+        (Terminal(), True, True),
+        (Terminal(), False, False),
+        (io.StringIO(), True, False),
+    ):
+        monkeypatch.setattr("sys.stderr", stream)
+        engine().generate([[1], [2], [3]], params, progress=progress)
+        assert ("3/3" in stream.getvalue()) == shown
+        assert shown or stream.getvalue() == ""
 
 
 def test_the_trace_keeps_the_last_plans():

@@ -174,6 +174,7 @@ class Traffic(RuleBasedStateMachine):
         self.loop = loop(blocks, size, host, seqs, budget, length, policy=policy)
         self.loop.scheduler.pool.index.enabled = cache
         self.aborted = set()
+        self.ends_by = {}  # request: the step
 
     @rule(data=st.data())
     def add(self, data):
@@ -182,7 +183,13 @@ class Traffic(RuleBasedStateMachine):
         prompt = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=room - 1))
         most = data.draw(st.integers(1, room - len(prompt)))
         n = data.draw(st.integers(1, min(3, scheduler.max_seqs)))
-        self.loop.add(prompt, most, n)
+        self.note(self.loop.add(prompt, most, n))
+
+    def note(self, request):
+        """The bound: a step for each token that it and all older ones may have."""
+        alive = [r for r in self.loop.requests if not r.is_finished]
+        tokens = sum(r.width * (len(r.prompt) + r.params.max_tokens) for r in alive)
+        self.ends_by[request] = len(self.loop.plans) + tokens
 
     @rule(data=st.data())
     def search(self, data):
@@ -191,7 +198,8 @@ class Traffic(RuleBasedStateMachine):
         blocks = scheduler.pool.num_blocks // width
         room = min(scheduler.max_model_len, blocks * scheduler.pool.block_size + 1)
         prompt = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=room - 1))
-        self.loop.add(prompt, data.draw(st.integers(1, room - len(prompt))), beams=width)
+        most = data.draw(st.integers(1, room - len(prompt)))
+        self.note(self.loop.add(prompt, most, beams=width))
 
     @rule(times=st.integers(1, 4))
     def step(self, times):
@@ -215,6 +223,8 @@ class Traffic(RuleBasedStateMachine):
             for request in self.loop.requests:
                 n = request.params.n
                 assert request.preemptions <= n * (endings + 1), "the pool does not thrash"
+                in_time = len(self.loop.plans) <= self.ends_by[request]
+                assert request.is_finished or in_time, "nobody starves"
 
     def teardown(self):
         if not hasattr(self, "loop"):

@@ -7,8 +7,11 @@
 A step has a budget of tokens (Yu et al. 2022, Orca: iteration-level scheduling; Agrawal et al.
 2024, Sarathi-Serve: prompts in chunks beside the decodes). Running sequences come first, the
 oldest first, a token each; what the budget has left goes to prompts. Whoever arrived first is
-admitted first, and preempted sequences come before new ones, so nothing overtakes: the oldest
-unfinished sequence gains in every step, and each of the others after a bounded wait.
+admitted first, and preempted sequences come before new ones, so nothing overtakes.
+
+Nobody starves: the oldest unfinished sequence is never preempted and gains a token in every step.
+So a request has ended after at most as many steps as its sequences and all older ones have tokens,
+those of their prompts included, whoever comes after it.
 
 A preempted sequence resumes when another one has ended since, or when nothing runs; so not in the
 step that preempts it, for whoever needed its blocks runs. So it is preempted at most once more than
