@@ -47,7 +47,10 @@ class Runner:
         return self._sample(chunks, hidden)
 
     def _sample(self, chunks: tuple[Chunk, ...], hidden: torch.Tensor) -> list[Output]:
-        """Logits of the last row of each chunk that samples, once for each answer it begins."""
+        """Logits of the last row of each chunk that samples, once for each answer it begins.
+
+        Those of fillers are computed behind them, and not looked at: a padded batch has them too.
+        """
         ends, at = [], -1
         for chunk in chunks:
             at += chunk.count
@@ -62,7 +65,9 @@ class Runner:
         if not rows:
             return outputs
         sampling = self._sampling_rows([chunks[n] for n, _ in rows], [s for _, s in rows])
-        logits = self.model.logits(hidden[[ends[n] for n, _ in rows]])  # [R, V]
+        fillers = [end for chunk, end in zip(chunks, ends, strict=True) if chunk.filler]
+        last = [*(ends[n] for n, _ in rows), *fillers]
+        logits = self.model.logits(hidden[last])[: len(rows)]  # [R, V]
         position = [len(chunks[n].sequence.ids) for n, _ in rows]
         tokens = sample(logits, sampling, torch.tensor(position, device=logits.device))  # [R]
         wanted = [_logprobs(chunks[n].sequence.request) for n, _ in rows]
