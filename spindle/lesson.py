@@ -254,7 +254,18 @@ class Checks:
 check = Checks()
 
 
-@check.exercise("00", inputs=[(b"plain",), (b"Z\xc3\xbcr",), (b"Z\xc3",), (b"\xe2\x86",), (b"",)])
+@check.exercise(
+    "00",
+    inputs=[
+        (b"plain",),
+        (b"Z\xc3\xbcr",),
+        (b"Z\xc3",),
+        (b"\xe2\x86",),
+        (b"a\xf0\x9f\x98",),
+        (b"a\xef\xbf\xbd",),
+        (b"",),
+    ],
+)
 def whole_characters(data: bytes) -> str:
     """str, the text that `data` begins with and that no later byte can change."""
     return codecs.getincrementaldecoder("utf-8")().decode(data)

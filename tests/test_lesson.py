@@ -21,6 +21,14 @@ def verdict(exercise: Callable, answer: Callable, capsys: pytest.CaptureFixture[
 # --- the cast ----------------------------------------------------------------------------------
 
 
+def _is_text(data):
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 def test_the_cast_is_eight_named_requests_with_a_long_tail():
     assert [one.name for one in CAST] == [f"r{i}" for i in range(8)]
     assert CAST[0].prompt == "The capital of France is"
@@ -224,6 +232,19 @@ WRONG: list[tuple[str, str, Callable]] = [
     ("rows_computed", "one step more", lambda p, n, c: p + n - 1 if c else total(p, n + 1)),
     ("rows_computed", "ignores the cache", lambda p, n, c: total(p, n)),
     ("whole_characters", "shows the unfinished", lambda data: data.decode(errors="replace")),
+    (
+        "whole_characters",
+        "gives up after two bytes",
+        lambda data: next(
+            (data[: len(data) - n].decode() for n in range(3) if _is_text(data[: len(data) - n])),
+            data.decode(errors="replace"),
+        ),
+    ),
+    (
+        "whole_characters",
+        "drops a real replacement character",
+        lambda data: data.decode(errors="replace").rstrip("\ufffd"),
+    ),
     ("whole_characters", "one character a byte", lambda data: data.decode("latin-1")),
     ("whole_characters", "drops what is not ASCII", lambda data: data.decode("ascii", "ignore")),
     ("rows_computed", "a string", lambda p, n, c: "many"),

@@ -302,6 +302,21 @@ def test_a_broken_row_is_nan_as_in_the_twin_and_alone(broken):
     assert torch.equal(ours.isnan(), expected.isnan())
 
 
+@pytest.mark.parametrize("rows", [2, 40])  # a task a key head, and a task a row
+def test_a_row_of_length_0_is_nan_and_the_others_are_as_without_it(rows):
+    """The softmax of nothing; a padded row may have that length, and must not read anything."""
+    torch.manual_seed(0)
+    q, cache = torch.randn(rows, 6, 16), torch.randn(8, 4, 2, 16)
+    tables = torch.arange(8).expand(rows, 8).contiguous()
+    n = torch.arange(rows) % 5
+    for form in (kernels.paged_attend, twins.paged_attend):
+        ours = form(q, cache, cache, tables, n, 0.3)
+        assert ours[n == 0].isnan().all()
+        some = n > 0
+        alone = form(q[some], cache, cache, tables[some], n[some], 0.3)
+        assert torch.allclose(ours[some], alone, atol=1e-6)
+
+
 @pytest.mark.parametrize("alone", [True, False])
 def test_single_tokens_are_one_op_whatever_stands_beside_them(alone, monkeypatch):
     """The rows of a step that are decodes go through paged_attend once a layer, all of them."""

@@ -202,7 +202,7 @@ void each_block(const float* cache, const int64_t* table, int64_t S, int64_t P, 
 
 }  // namespace
 
-// q, out [R, H, D]; keys, values [N, P, Hk, D]; tables [R, B]; lengths [R], 1 or more.
+// q, out [R, H, D]; keys, values [N, P, Hk, D]; tables [R, B]; lengths [R].
 extern "C" void spindle_paged_attend(const float* q, const float* keys, const float* values,
                                      const int64_t* tables, const int64_t* lengths, float* out,
                                      int64_t R, int64_t H, int64_t Hk, int64_t D, int64_t P,
@@ -217,6 +217,10 @@ extern "C" void spindle_paged_attend(const float* q, const float* keys, const fl
     std::vector<float> scores(heads * room, -INFINITY);
     const float* query = q + (r * H + first * G) * D;
     float* result = out + (r * H + first * G) * D;
+    if (S < 1) {  // nothing to attend to: the softmax of nothing
+      std::fill(result, result + heads * D, NAN);
+      continue;
+    }
     const auto blocks_of = [&](const float* cache, auto visit) {
       each_block(cache + first * D, tables + r * B, S, P, stride, span * D, visit);
     };
