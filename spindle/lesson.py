@@ -488,6 +488,8 @@ def longest_wait(due: Sequence[int], takes: Sequence[int]) -> int:
         (400, 8, 16, 10),
         (5, 2, 4, 10),
         (1, 0, 16, 4),
+        (9, 0, 8, 4),
+        (70, 0, 64, 10),
     ],
 )
 def prompt_ticks(prompt: int, decodes: int, budget: int, knee: int) -> float:

@@ -497,7 +497,11 @@ def test_the_exercises_of_10_refuse_plausible_wrong_answers(capsys):
     def no_floor(prompt, decodes, budget, knee):
         return (prompt + decodes * -(-prompt // (budget - decodes))) / knee
 
-    for wrong in (its_own_rows, decodes_are_free, full_steps, no_floor):
+    def one_floor_for_all(prompt, decodes, budget, knee):
+        steps = -(-prompt // (budget - decodes))
+        return max(steps, (prompt + decodes * steps) / knee)
+
+    for wrong in (its_own_rows, decodes_are_free, full_steps, no_floor, one_floor_for_all):
         assert verdict(check.prompt_ticks, wrong, capsys).startswith("not yet: ")
     assert check.longest_wait.right(range(0, 100, 10), [1, 1, 50, *[1] * 7]) == 50
     assert check.prompt_ticks.right(400, 8, 16, 10) == pytest.approx(80)
