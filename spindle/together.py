@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from spindle import cli
 from spindle.errors import RequestError
+from spindle.serve.interrupts import held_back
 
 if TYPE_CHECKING:
     from spindle.decode.params import SamplingParams
@@ -43,8 +44,21 @@ def generate(args: argparse.Namespace, prompts: Sequence[str], params: SamplingP
         cli.end_of_text(outputs[-1].outputs[-1].text, None)
     if not args.quiet and not args.json:
         print(_summary(outputs, seconds), file=sys.stderr)
-    aborted = any(one.finish_reason == "abort" for output in outputs for one in output.outputs)
-    return cli.INTERRUPTED if aborted else 0
+    return _status(outputs)
+
+
+def _status(outputs: Sequence[RequestOutput]) -> int:
+    """The exit status; who ended with an error is named on stderr."""
+    reasons = [{one.finish_reason for one in output.outputs} for output in outputs]
+    broken = [str(number) for number, its in enumerate(reasons, 1) if "error" in its]
+    if broken:
+        cli.complain(
+            f"prompt {', '.join(broken)} of {len(outputs)}: logits that are no distribution (NaN, "
+            "+inf, or all -inf, or nothing that min_tokens allows); the weights or the dtype are "
+            "at fault, or min_tokens is too large"
+        )
+        return cli.USER_FAULT
+    return cli.INTERRUPTED if any("abort" in its for its in reasons) else 0
 
 
 def _add(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> list[str]:
@@ -63,8 +77,9 @@ def _run(llm: LLM, names: list[str]) -> list[RequestOutput]:
     try:
         with tqdm(total=len(names), disable=None, unit="prompt") as bar:
             while llm.has_unfinished:
-                ended = [output for output in llm.step() if output.finished]
-                done |= {output.request_id: output for output in ended}
+                with held_back():  # what a step gave is noted, or it was not done
+                    ended = {o.request_id: o for o in llm.step() if o.finished}
+                    done |= ended
                 bar.update(len(ended))
     except KeyboardInterrupt:
         print(file=sys.stderr)

@@ -135,7 +135,7 @@ def greedy(model: Any, ids: list[int], count: int) -> list[int]:
 
 @torch.inference_mode()
 def beam_search(
-    model: Any, ids: list[int], width: int, count: int, penalty: float, eos: int
+    model: Any, ids: list[int], width: int, count: int, penalty: float, eos: int | list[int]
 ) -> list[list[int]]:
     """The answers of transformers' beam search, the best first, each up to its EOS."""
     prompt = torch.tensor([ids])
@@ -149,10 +149,12 @@ def beam_search(
         length_penalty=penalty,
         early_stopping="never",
         eos_token_id=eos,
-        pad_token_id=eos,
+        pad_token_id=0,
     )
+    ends = eos if isinstance(eos, list) else [eos]
     answers = [row[len(ids) :].tolist() for row in out]
-    return [a[: a.index(eos) + 1] if eos in a else a for a in answers]
+    lengths = [next((n for n, i in enumerate(a, 1) if i in ends), len(a)) for a in answers]
+    return [answer[:length] for answer, length in zip(answers, lengths, strict=True)]
 
 
 def inverse_frequencies(directory: Path) -> Tensor:

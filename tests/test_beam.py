@@ -1,9 +1,11 @@
 """Beam search: by hand, against every answer there is, against transformers, in any company."""
 
+import dataclasses
 import itertools
 import math
 import random
 
+import numpy as np
 import oracle
 import pytest
 import shapes
@@ -119,6 +121,21 @@ def test_it_finds_what_transformers_finds(tmp_path, width, penalty):
     assert ended > 0
 
 
+def test_several_ends_of_sequence_as_in_transformers(tmp_path):
+    """Three of twelve tokens end an answer: so many candidates more are looked at."""
+    ends = [3, 5, 7]
+    directory = oracle.make_checkpoint(tmp_path / "m", "llama", vocab_size=12, gain=1.0)
+    oracle.edit_config(directory, eos_token_id=ends)
+    model, theirs = load_hf(directory, dtype=torch.float64), oracle.load(directory)
+    llm = LLM(model, max_seqs=3, num_blocks=60, block_size=4)
+    rng = random.Random(1)
+    for _ in range(12):
+        prompt = [rng.choice([0, 1, 2, 4, 6]) for _ in range(rng.randint(1, 9))]
+        ours = llm.beam_search(prompt, 3, 6, np.float32(0.5))
+        expected = oracle.beam_search(theirs, prompt, 3, 6, 0.5, eos=ends)
+        assert [one.token_ids for one in ours.outputs] == expected
+
+
 # --- in company ----------------------------------------------------------------------------------
 
 
@@ -176,6 +193,30 @@ def test_beside_others_in_a_small_pool_it_finds_the_same(seed, size, spare, pree
     assert llm._kv.pool.free == llm._kv.pool.num_blocks and not llm._texts
 
 
+@pytest.mark.parametrize("width", [5, 12])
+def test_a_search_wider_than_the_vocabulary_keeps_its_seats(width):
+    """While fewer beams live than may, nobody else takes the seats that they will grow into."""
+    llm = LLM(SMALL, max_seqs=12, max_batch_tokens=12, num_blocks=300, block_size=4)
+    params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+    names = [llm.add([n % V], params) for n in range(30)]
+    names.append(llm.add([1] * 30, params))
+    run = llm._runner.run
+
+    def looked_at(plan):
+        assert sum(chunk.count for chunk in plan.chunks) <= 12
+        llm.scheduler.check()
+        return run(plan)
+
+    llm._runner.run = looked_at
+    found = llm.beam_search([1, 2], width, 6)
+    expected = LLM(SMALL, max_seqs=12, num_blocks=300, block_size=4).beam_search([1, 2], width, 6)
+    assert [o.token_ids for o in found.outputs] == [o.token_ids for o in expected.outputs]
+    done = set()
+    while llm.has_unfinished:
+        done |= {output.request_id for output in llm.step() if output.finished}
+    assert done == set(names)
+
+
 def test_beams_share_their_prompt():
     """Four beams after a prompt of 16 tokens: 19 blocks by name, 7 in memory."""
     llm = LLM(MODEL, max_seqs=4, num_blocks=60, block_size=4, max_model_len=64)
@@ -216,7 +257,10 @@ def test_a_group_is_preempted_whole_and_resumes_whole():
         (dict(width=0), "width=0: expected a whole number of 1 or more"),
         (dict(width=True), "width=True"),
         (dict(width=5), "width=5: at most max_seqs=4"),
-        (dict(length_penalty=math.nan), "length_penalty=nan: expected a number"),
+        (dict(length_penalty=math.nan), "length_penalty=nan: expected a number from -10 to 10"),
+        (dict(length_penalty=400.0), "length_penalty=400.0: expected a number from -10 to 10"),
+        (dict(length_penalty=-(10**400)), "length_penalty"),
+        (dict(length_penalty=True), "length_penalty=True"),
         (dict(length_penalty="1"), "length_penalty='1'"),
         (dict(max_tokens=-1), "max_tokens=-1"),
         (dict(prompt=[]), "the prompt has no tokens"),
@@ -246,6 +290,18 @@ def test_text_is_that_of_the_ids():
         assert whole == tokenizer.decode(output.prompt_ids) + one.text
     sums = [one.cumulative_logprob / len(one.token_ids) for one in output.outputs]
     assert sums == sorted(sums, reverse=True)
+
+
+def test_the_token_that_ends_an_answer_has_no_text():
+    """An EOS that is an ordinary token in the tokenizer."""
+    model, tokenizer = load_hf("tiny", device="cpu", dtype=torch.float64), Tokenizer("tiny")
+    (the,) = tokenizer.encode(" the")
+    model.config = dataclasses.replace(model.config, eos_ids=(the,))
+    llm = LLM(model, tokenizer=tokenizer, num_blocks=40)
+    ended = [o for o in llm.beam_search("The capital of", 4, 9).outputs if o.token_ids[-1] == the]
+    assert ended
+    for one in ended:
+        assert one.text == tokenizer.decode(one.token_ids[:-1]) and one.finish_reason == "stop"
 
 
 def test_broken_logits_end_the_search_alone():

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -1017,3 +1017,13 @@ def test_ctrl_c_prints_what_there_is_of_each_prompt(checkpoint, capsys, monkeypa
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["finish_reason"] for line in lines] == ["abort", "abort"]
     assert [len(line["token_ids"]) for line in lines] == [4, 4]
+
+
+def test_several_prompts_of_a_broken_model_are_named(tmp_path, capsys):
+    """Weights of NaN: an error, as for one prompt, and not an empty text."""
+    broken = write_checkpoint(tmp_path)
+    weights = load_file(broken / "model.safetensors")
+    weights["ln_f.weight"].fill_(torch.nan)
+    save_file(weights, broken / "model.safetensors")
+    assert cli.main(["generate", "-m", str(broken), *TWO]) == cli.USER_FAULT
+    assert "prompt 1, 2 of 2: logits that are no distribution" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Many at once is each alone: token for token, in float64, whatever is scheduled how."""
 
+import gc
 import io
 import itertools
 import random
@@ -7,12 +8,14 @@ import signal
 import threading
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import shapes
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spindle.decode.beam import Beam
 from spindle.decode.engine import Engine
 from spindle.decode.params import SamplingParams
 from spindle.decode.text import stream_text
@@ -209,6 +212,32 @@ def test_a_stream_that_is_closed_unread_or_aborted_by_another():
     assert [delta.finish_reason for delta in stream] == ["abort"]
 
 
+def test_the_id_of_an_unread_stream_is_not_free():
+    """Else it would tell another request's tokens."""
+    llm = engine()
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    stream = llm.stream([1], params)
+    (name,) = llm._requests
+    while llm.has_unfinished:
+        llm.step()
+    with pytest.raises(RequestError, match=f"'{name}': in use by a stream that is unread"):
+        llm.add([2], params, name)
+    assert [i for delta in stream for i in delta.token_ids] == alone(MODELS["llama"], [1], params)
+    assert llm.add([2], params, name) == name
+
+
+def test_a_stream_that_is_let_go_of_is_aborted():
+    llm = engine()
+    for _ in range(3):
+        for _ in llm.stream([1, 2], SamplingParams(max_tokens=30, ignore_eos=True)):
+            break
+    gc.collect()
+    assert not llm.has_unfinished and not llm._watched and llm.stats["blocks_held"] == 0
+    with llm.stream([1, 2], SamplingParams(max_tokens=30, ignore_eos=True)) as stream:
+        next(stream)
+    assert not llm.has_unfinished and list(stream) == []
+
+
 def test_a_stream_that_ends_with_an_error_says_so():
     llm = LLM(Sick(), max_seqs=3, num_blocks=20, block_size=4, max_model_len=40)
     (delta,) = llm.stream([1, 59], SamplingParams(max_tokens=4))
@@ -217,13 +246,29 @@ def test_a_stream_that_ends_with_an_error_says_so():
 
 def test_a_failure_in_the_middle_of_adding_or_running_leaves_nothing_behind():
     llm = engine()
-    with pytest.raises(AttributeError):
+    with pytest.raises(RequestError, match="prompt 1: params: expected SamplingParams, got dict"):
         llm.generate([[1], [2]], [SamplingParams(), {"max_tokens": 3}])
     assert not llm.has_unfinished
     llm._runner.run = lambda plan: 1 / 0
     with pytest.raises(ZeroDivisionError):
         llm.generate([[1], [2]], SamplingParams(max_tokens=3))
     assert not llm.has_unfinished and llm.stats["blocks_held"] == 0
+
+
+def test_an_error_in_a_beam_search_costs_nobody_else_an_answer(monkeypatch):
+    """Whatever goes wrong there: who ended in the same step is told of."""
+    llm = engine()
+    name = llm.add([1, 2], SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
+    monkeypatch.setattr(Beam, "advance", lambda *args: 1 / 0)
+    outputs = []
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            llm.beam_search([1, 2, 3], 2, 7)
+    while llm.has_unfinished:
+        outputs += llm.step()
+    assert {output.request_id for output in outputs} == {name}
+    assert outputs[-1].finished and len(outputs[-1].outputs[0].token_ids) == 3
+    assert not llm._requests and llm.stats["blocks_held"] == 0
 
 
 def test_every_answer_is_there_even_if_it_never_ran():
@@ -342,6 +387,31 @@ def test_a_sigint_that_is_handled_otherwise_is_left_alone(ctrl_c):
     worker.start()
     worker.join()
     assert len(outputs) == 2
+
+
+def test_an_interrupt_while_requests_are_queued(ctrl_c):
+    """It comes once the request is queued whole, or is aborted with the others."""
+    llm = engine()
+    params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+    _interrupt(llm.scheduler, "add", every=3)
+    for _ in range(2):
+        llm.add([1], params)
+    with pytest.raises(KeyboardInterrupt):
+        llm.add([2], params)
+    assert len(llm._requests) == 3
+    for queue in (
+        lambda: llm.generate([[1], [2], [3]], params),
+        lambda: llm.beam_search([1, 2], 2, 3),
+        lambda: llm.stream([1], params),
+    ):
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(3):
+                queue()
+    outputs = []
+    while llm.has_unfinished:
+        outputs += [output for output in llm.step() if output.finished]
+    assert [output.request_id for output in outputs] == ["request-0", "request-1", "request-2"]
+    assert not llm._requests and not llm._watched and llm.stats["blocks_held"] == 0
 
 
 def _interrupt(owner, name, every):
@@ -538,9 +608,46 @@ def test_the_trace_keeps_the_last_plans():
     assert [plan.chunks[0].start for plan in llm.trace] == [4, 5, 6]
 
 
+def test_prompts_in_every_form_that_ids_come_in():
+    """B108: a list of one kind or another, an array, a tensor, an iterator of prompts."""
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    expected = alone(MODELS["llama"], [1, 2, 3], params)
+    ids = [1, 2, 3], (1, 2, 3), np.array([1, 2, 3]), torch.tensor([1, 2, 3])
+    for prompt in (*ids, [np.int64(1), np.int64(2), np.int64(3)]):
+        (output,) = engine().generate(prompt, params)
+        assert output.outputs[0].token_ids == expected
+        outputs = engine().generate(iter([prompt, prompt]), params)
+        assert [o.outputs[0].token_ids for o in outputs] == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda llm: llm.add([1], {"max_tokens": 3}), "params: expected SamplingParams, got dict"),
+        (lambda llm: llm.add([1], {}), "params: expected SamplingParams, got dict"),
+        (lambda llm: llm.stream([1], 5), "params: expected SamplingParams, got int"),
+        (lambda llm: llm.add([1], None, [1]), r"request_id=\[1\]: expected a string, or None"),
+        (lambda llm: llm.add([1], None, 5), "request_id=5: expected a string"),
+        (lambda llm: llm.generate(None), "prompts: expected a list of them, got NoneType"),
+        (lambda llm: llm.generate(5), "prompts: expected a list of them, got int"),
+        (lambda llm: LLM(None), "model=None: expected a name, a directory, or a loaded model"),
+    ],
+)
+def test_what_is_of_the_wrong_kind_is_refused_by_name(call, words):
+    llm = engine()
+    with pytest.raises(RequestError, match=words):
+        call(llm)
+    assert not llm.has_unfinished and not llm._requests and not llm._watched
+    assert llm.abort([1]) is None
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        (dict(num_blocks=10**12), r"1000000000000 blocks of \d+ bytes on the cpu: .* GB are free"),
+        (dict(num_blocks=2, preemption="swap", host_blocks=10**12), "GB are free; lower num_bl"),
+        (dict(block_size=10**12), "GB are free"),
+        (dict(prefix_cache="no"), "prefix_cache='no': expected True or False"),
         (dict(policy="dynamic"), "policy='dynamic': expected 'continuous' or 'static'"),
         (dict(preemption="never"), "preemption='never'"),
         (dict(max_seqs=0), "max_seqs=0"),

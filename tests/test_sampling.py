@@ -918,7 +918,11 @@ def test_best_of_is_at_least_n(given, words):
     """B113"""
     with pytest.raises(RequestError, match=re.escape(words)):
         SamplingParams(**given)
-    assert SamplingParams(n=2, best_of=2).selects is False
+    assert [SamplingParams(n=n, best_of=b).selects for n, b in ((1, 1), (2, None), (2, 2))] == [
+        False,
+        False,
+        True,
+    ]
     assert (SamplingParams(best_of=np.int64(5)).samples, SamplingParams(n=3).samples) == (5, 3)
 
 

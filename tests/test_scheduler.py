@@ -557,3 +557,38 @@ def test_long_tailed_lengths_take_fewer_steps_when_scheduled_by_iteration():
         steps[policy] = len(it.plans)
     assert steps["static"] == sum(max(lengths[n : n + 8]) for n in (0, 8, 16))
     assert steps["continuous"] < 0.75 * steps["static"]
+
+
+def test_an_aborted_row_of_a_static_batch_is_gone_at_once():
+    """Nobody waits for it: its blocks are free, and it is not computed on."""
+    it = loop(blocks=60, budget=16, policy="static")
+    stays, goes = it.add([1] * 4, 6), it.add([2] * 4, 6)
+    it.step()
+    it.scheduler.finish(goes.sequences[0], "abort")
+    assert goes.sequences[0].table.blocks == []
+    assert [chunk.sequence.request for chunk in it.step().chunks] == [stays]
+    it.run()
+    it.nothing_is_held()
+
+
+def test_a_static_batch_has_room_for_all_that_its_rows_may_take():
+    """Two of six blocks each at their ends do not begin together in a pool of ten."""
+    it = loop(blocks=10, budget=64, policy="static")
+    one, two = it.add([1] * 4, 20), it.add([2] * 4, 20)
+    widths = []
+    while it.scheduler.has_unfinished:
+        widths.append(len(it.step().chunks))
+    assert set(widths) == {1} and one.preemptions == two.preemptions == 0
+
+
+def test_what_is_found_in_the_cache_counts_for_admission():
+    """Five blocks of eight are held; the same prompt needs two more, not five."""
+    it = loop(blocks=8, budget=64)
+    it.add([1, 2, 3, 4] * 4, 4)
+    it.step()
+    it.step()
+    again = it.add([1, 2, 3, 4] * 4, 2)
+    plan = it.step()
+    assert again in [chunk.sequence.request for chunk in plan.chunks]
+    assert again.cached_tokens == 12
+    it.run()

@@ -8,7 +8,8 @@ among the first `width`, and the others live on, `width` of them. Hypotheses are
 
 with the EOS counted (Wu et al. 2016, section 7, in the simple form of Hugging Face's `generate`,
 whose rules these are). The search ends at the longest length, or when no live beam can overtake the
-worst of `width` hypotheses any more; no guess is made there (`early_stopping="never"`).
+worst of `width` hypotheses any more; no guess is made there (`early_stopping="never"`). A width of
+1 is a search too, and not greedy decoding: where the likeliest token ends, the next one lives on.
 """
 
 from __future__ import annotations

@@ -48,8 +48,11 @@ class AnswerText:
         return self._show("" if ends else self._decoder.push(token))
 
     def flush(self) -> str:
-        """The end of the text, once: half a character as U+FFFD, and what was held back."""
-        if self._flushed or self.stop is not None:
+        """The end of the text, once: half a character as U+FFFD, and what was held back.
+
+        An answer of no tokens has no text, wherever the prompt broke off.
+        """
+        if self._flushed or self.stop is not None or self._tokens == 0:
             return ""
         self._flushed = True
         delta = self._show(self._decoder.flush())

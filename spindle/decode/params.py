@@ -109,8 +109,8 @@ class SamplingParams:
 
     @property
     def selects(self) -> bool:
-        """Whether some answers are made and not given."""
-        return self.samples > self.n
+        """Whether the likeliest answers are picked at the end, and come first."""
+        return self.samples > 1 and self.best_of is not None
 
     @property
     def penalises(self) -> bool:

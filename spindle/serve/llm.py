@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from itertools import count
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,8 @@ class LLM:
     needed for text). num_blocks: by default room for max_seqs sequences of max_model_len tokens,
     within a quarter of the free memory. max_seqs sequences run at once, max_batch_tokens rows go
     through the model in a step. preemption "swap": `host_blocks` of host memory, by default as
-    many as num_blocks. trace: keep the last N plans. Raises RequestError for what cannot be.
+    many as num_blocks. trace: keep the last N plans. Raises RequestError for what cannot be. An LLM
+    is for one thread at a time: whoever shares it among several holds a lock.
     """
 
     def __init__(
@@ -72,6 +73,9 @@ class LLM:
             directory = hub.resolve(model)
             tokenizer = tokenizer or Tokenizer(directory)
             model = load_hf(directory, device, dtype)
+        if not hasattr(model, "config"):
+            right = "expected a name, a directory, or a loaded model"
+            raise RequestError(f"model={shown(model)}: {right}")
         self.model, self.tokenizer = model, tokenizer
         limit = model.config.max_positions
         self.max_model_len = limit if max_model_len is None else max_model_len
@@ -85,7 +89,10 @@ class LLM:
         if host_blocks is not None:
             check_count("host_blocks", host_blocks, 0)
         check_count("trace", trace, 0)
+        if not isinstance(prefix_cache, bool):
+            raise RequestError(f"prefix_cache={shown(prefix_cache)}: expected True or False")
         host = (num_blocks if host_blocks is None else host_blocks) * (preemption == "swap")
+        _check_memory(model, num_blocks, host, block_size)
         self._kv = PagedKV(
             model.config, num_blocks, block_size, model.dtype, model.device, host, prefix_cache
         )
@@ -106,11 +113,13 @@ class LLM:
         self._watched: dict[str, RequestOutput | None] = {}  # streams: what they have yet to read
         self._held: list[RequestOutput] = []  # ended in somebody else's step, for the next `step`
         self._news: list[RequestOutput] = []  # of the last step, until they are told
+        self._abandoned: list[str] = []  # streams that were let go of, until the next step
         self.trace: deque[Plan] = deque(maxlen=trace)
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a request is waiting or running."""
+        self._drop_abandoned()
         return bool(self._ended or self._held or self._news) or self.scheduler.has_unfinished
 
     def add(
@@ -122,29 +131,28 @@ class LLM:
         honoured, and for the id of a request that is unfinished.
         """
         arrival = self._clock()
-        params = (params or SamplingParams()).seeded()
+        params = self._checked_params(params)
         ids = self._prompt_ids(prompt)
-        self._check_params(params)
-        if request_id in self._requests:
-            raise RequestError(f"request_id {request_id!r}: in use by a request that is unfinished")
+        self._check_name(request_id)
         order = next(self._orders)
         name = self._free_name(order) if request_id is None else request_id
         return self._queue(Request(name, ids, params, order, arrival))
 
     def _queue(self, request: Request) -> str:
-        self.scheduler.add(request)
-        self._requests[request.id] = request
-        if self.scheduler.longest(request) == len(request.prompt):  # nothing to run for
-            self._end_all(request, "length")
-            self._ended.append(request)
-        return request.id
+        with held_back():
+            self.scheduler.add(request)
+            self._requests[request.id] = request
+            if self.scheduler.longest(request) == len(request.prompt):  # nothing to run for
+                self._end_all(request, "length")
+                self._ended.append(request)
+            return request.id
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request where it is, with reason "abort", and give back what it holds.
 
         Returns it as it is then; None for an id that is not, or no longer, there.
         """
-        request = self._requests.get(request_id)
+        request = self._requests.get(request_id) if isinstance(request_id, str) else None
         if request is None:
             return None
         with held_back():
@@ -159,19 +167,22 @@ class LLM:
         next.
         """
         self._run_once()
-        told, self._held, self._news = self._held + self._news, [], []
-        return told
+        with held_back():
+            told, self._held, self._news = self._held + self._news, [], []
+            return told
 
     def _advance(self) -> list[RequestOutput]:
         """A step for one caller; what ended in it and is nobody's so far is held for `step`."""
         self._run_once()
-        news, self._news = self._news, []
-        self._held += [o for o in news if o.finished and o.request_id not in self._watched]
-        return news
+        with held_back():
+            news, self._news = self._news, []
+            self._held += [o for o in news if o.finished and o.request_id not in self._watched]
+            return news
 
     def _run_once(self) -> None:
         """Schedule, run, commit; who gained or ended is then among the news."""
         with held_back():
+            self._drop_abandoned()
             self._news += [self._close(one) for one in self._ended if one.finished is None]
             self._ended.clear()
             plan = self.scheduler.schedule()
@@ -188,23 +199,43 @@ class LLM:
         now = self._clock()
         with held_back():
             gained = self.scheduler.commit(plan, [output.ids for output in outputs])
-            touched = self._take(gained, outputs, now) + self._advance_beams(plan, outputs, now)
-            self._news += [self._close(r) if r.is_finished else self._output(r) for r in touched]
+            self._tell(self._take(gained, outputs, now))
+            self._tell(self._advance_beams(plan, outputs, now))
+
+    def _tell(self, requests: list[Request]) -> None:
+        self._news += [self._close(r) if r.is_finished else self._output(r) for r in requests]
+
+    def _drop_abandoned(self) -> None:
+        """Abort what streams that nobody holds any more were for."""
+        while self._abandoned:
+            name = self._abandoned.pop()
+            self.abort(name)
+            self._watched.pop(name, None)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> DeltaStream:
         """The answer to one prompt as it comes, beside whatever else is unfinished here.
 
-        Closing it aborts the request. With n > 1 the deltas of the answers alternate; the last one
-        of an answer says why it ended. Raises RequestError as `add` does, and for best_of > n.
+        Closing it, or letting go of it, aborts the request. With n > 1 the deltas of the answers
+        alternate; the last one of an answer says why it ended. Raises RequestError as `add` does,
+        and for best_of > 1.
         """
-        if params is not None and params.selects:
+        if self._checked_params(params).selects:
+            assert params is not None
             raise RequestError(
                 f"best_of={params.best_of}: which {params.n} are given is known at the end; "
                 "expected `generate`, or best_of=None"
             )
-        name = self.add(prompt, params)
-        self._watched[name] = None
-        return DeltaStream(self, name)
+        stream: DeltaStream | None = None
+        try:
+            with held_back():
+                name = self.add(prompt, params)
+                self._watched[name] = None
+                stream = DeltaStream(self, name)
+        except KeyboardInterrupt:
+            if stream is not None:
+                stream.close()
+            raise
+        return stream
 
     def generate(
         self,
@@ -217,13 +248,13 @@ class LLM:
         `params` for all, or a list of one each. Raises RequestError, and queues none of them, if
         one of them is refused. Requests that were added before go on meanwhile.
         """
-        many: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
+        many: list[Any] = [prompts] if _is_one(prompts) else _as_list(prompts)
         each: list[Any] = [params] * len(many)
         if isinstance(params, list | tuple):
             each = list(params)
         if len(each) != len(many):
             raise RequestError(f"{len(each)} params for {len(many)} prompts: expected one each")
-        return self._run_to_the_end(self._add_all(many, each), progress)
+        return self._run_to_the_end(lambda names: self._add_all(many, each, names), progress)
 
     def chat(
         self,
@@ -256,13 +287,15 @@ class LLM:
             SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=ignore_eos, seed=0),
         )
         check_count("width", width)
-        if not isinstance(length_penalty, int | float) or not math.isfinite(length_penalty):
-            raise RequestError(f"length_penalty={shown(length_penalty)}: expected a number")
+        is_real = isinstance(length_penalty, Real) and not isinstance(length_penalty, bool)
+        if not is_real or not -10 <= length_penalty <= 10:
+            right = "expected a number from -10 to 10"
+            raise RequestError(f"length_penalty={shown(length_penalty)}: {right}")
         order, ids = next(self._orders), self._prompt_ids(prompt)
         request = Request(self._free_name(order), ids, params, order, arrival)
         limit, ends = self.scheduler.longest(request) - len(ids), self.model.config.eos_ids
-        request.beam = Beam(width, limit, length_penalty, params.end_ids(ends))
-        return self._run_to_the_end([self._queue(request)])[0]
+        request.beam = Beam(width, limit, float(length_penalty), params.end_ids(ends))
+        return self._run_to_the_end(lambda names: names.append(self._queue(request)))[0]
 
     @property
     def stats(self) -> dict[str, int]:
@@ -284,11 +317,18 @@ class LLM:
 
     # --- the parts of the above -----------------------------------------------------------------
 
-    def _run_to_the_end(self, names: list[str], progress: bool = False) -> list[RequestOutput]:
-        """Step until these requests have ended; if that is broken off, they are aborted."""
-        done, mine = dict[str, RequestOutput](), set(names)
-        self._watched |= dict.fromkeys(names)
+    def _run_to_the_end(
+        self, queue: Callable[[list[str]], None], progress: bool = False
+    ) -> list[RequestOutput]:
+        """Queue requests, and step until they have ended; if that is broken off, abort them.
+
+        queue: adds them, and their names to the list that it is given, one by one.
+        """
+        names, done = list[str](), dict[str, RequestOutput]()
         try:
+            queue(names)
+            mine = set(names)
+            self._watched |= dict.fromkeys(names)
             with tqdm(total=len(names), disable=None if progress else True, unit="req") as bar:
                 while len(done) < len(names):
                     for output in self._advance():
@@ -296,10 +336,18 @@ class LLM:
                             done[output.request_id] = output
                             bar.update()
         finally:
-            for name in names:  # after an interrupt; else they have ended
-                self.abort(name)
-                self._watched.pop(name, None)
+            with held_back():
+                self._forget(names)
         return [done[name] for name in names]
+
+    def _forget(self, names: list[str]) -> None:
+        """After an interrupt, or a refusal: abort them, and tell nobody. Else they have ended."""
+        for name in names:
+            self.abort(name)
+            self._watched.pop(name, None)
+        mine = set(names)
+        self._news = [output for output in self._news if output.request_id not in mine]
+        self._held = [output for output in self._held if output.request_id not in mine]
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -308,27 +356,41 @@ class LLM:
             prompt = self.tokenizer.encode(prompt)
         return check_prompt(prompt, self.model.config.vocab_size, self.max_model_len)
 
-    def _check_params(self, params: SamplingParams) -> None:
+    def _checked_params(self, params: SamplingParams | None) -> SamplingParams:
+        """The parameters with a seed. RequestError: what cannot be honoured here."""
+        if params is None:
+            params = SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params: expected SamplingParams, got {type(params).__name__}")
         if params.stop and self.tokenizer is None:
             raise RequestError("stop: text to stop at, and there is no tokenizer")
         params.check_ids(self.model.config.vocab_size)
+        return params.seeded()
 
-    def _add_all(self, prompts: list[Prompt], params: list[SamplingParams | None]) -> list[str]:
-        names: list[str] = []
-        try:
-            for prompt, its in zip(prompts, params, strict=True):
-                names.append(self.add(prompt, its))
-        except BaseException as error:
-            for name in names:
-                self.abort(name)
-            if isinstance(error, RequestError) and len(prompts) > 1:
+    def _check_name(self, name: str | None) -> None:
+        if name is not None and not isinstance(name, str):
+            raise RequestError(f"request_id={shown(name)}: expected a string, or None")
+        if name in self._requests:
+            raise RequestError(f"request_id {name!r}: in use by a request that is unfinished")
+        if name in self._watched:
+            raise RequestError(f"request_id {name!r}: in use by a stream that is unread")
+
+    def _add_all(
+        self, prompts: list[Prompt], params: list[SamplingParams | None], names: list[str]
+    ) -> None:
+        """Queue them; `names` grows by one each."""
+        for prompt, its in zip(prompts, params, strict=True):
+            try:
+                with held_back():
+                    names.append(self.add(prompt, its))
+            except RequestError as error:
+                if len(prompts) == 1:
+                    raise
                 raise RequestError(f"prompt {len(names)}: {error}") from None
-            raise
-        return names
 
     def _free_name(self, order: int) -> str:
         name = f"request-{order}"
-        while name in self._requests:
+        while name in self._requests or name in self._watched:
             name += "'"
         return name
 
@@ -444,14 +506,14 @@ class DeltaStream(Iterator[Delta]):
     """What each step adds to one request; whoever steps the engine meanwhile, nothing is lost."""
 
     def __init__(self, llm: LLM, name: str) -> None:
-        self._llm, self._name = llm, name
+        self._llm, self._name, self._open = llm, name, True
         self._ready: deque[Delta] = deque()
         self._seen: dict[int, tuple[int, int, bool]] = {}
 
     def __next__(self) -> Delta:
         watched = self._llm._watched
         while not self._ready:
-            if self._name not in watched:
+            if not self._open:
                 raise StopIteration
             output = watched[self._name]
             if output is None:
@@ -461,12 +523,25 @@ class DeltaStream(Iterator[Delta]):
             watched[self._name] = None
             if output.finished:
                 del watched[self._name]
+                self._open = False
         return self._ready.popleft()
+
+    def __enter__(self) -> DeltaStream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if self._open:  # not aborted here: this may be in the middle of anything
+            self._llm._abandoned.append(self._name)
 
     def close(self) -> None:
         """Abort the request, if it has not ended."""
-        self._llm._watched.pop(self._name, None)
-        self._llm.abort(self._name)
+        if self._open:
+            self._open = False
+            self._llm._watched.pop(self._name, None)
+            self._llm.abort(self._name)
         self._ready.clear()
 
 
@@ -489,20 +564,52 @@ def _note_time(request: Request, now: float) -> None:
 
 
 def _is_one(prompts: Any) -> bool:
-    """Whether it is one prompt: a string, or a list of ids."""
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    """Whether it is one prompt: a string, or ids in a list, an array or a tensor."""
+    if isinstance(prompts, str) or getattr(prompts, "ndim", 0) == 1:
+        return True
+    return isinstance(prompts, list | tuple) and bool(prompts) and isinstance(prompts[0], Integral)
+
+
+def _as_list(prompts: Any) -> list[Any]:
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"prompts: expected a list of them, got {type(prompts).__name__}")
+    return list(prompts)
 
 
 def _default_blocks(model: Model, block_size: int, max_seqs: int, max_model_len: int) -> int:
     """Room for all sequences at their longest, within a quarter of the free memory."""
-    c = model.config
-    element = torch.empty(0, dtype=model.dtype).element_size()
-    block_bytes = 2 * c.num_layers * block_size * c.num_kv_heads * c.head_dim * element
+    block_bytes, free = _block_bytes(model, block_size), _free_bytes(model.device)
     if model.device.type == "cuda":
-        free = torch.cuda.mem_get_info(model.device)[0]
         return max(1, int(0.9 * free) // block_bytes)
     most = max_seqs * -(-max_model_len // block_size)
-    return max(1, min(most, psutil.virtual_memory().available // 4 // block_bytes))
+    return max(1, min(most, free // 4 // block_bytes))
+
+
+def _check_memory(model: Model, num_blocks: int, host_blocks: int, block_size: int) -> None:
+    """RequestError, with the numbers, for a pool that is larger than the free memory."""
+    block_bytes, here = _block_bytes(model, block_size), model.device
+    cpu = torch.device("cpu")
+    blocks = {here: num_blocks} | {cpu: host_blocks + (num_blocks if here == cpu else 0)}
+    for device, number in blocks.items():
+        free = _free_bytes(device)
+        if number * block_bytes > free:
+            raise RequestError(
+                f"{number} blocks of {block_bytes} bytes on the {device.type}: "
+                f"{number * block_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; lower "
+                "num_blocks, host_blocks or block_size"
+            )
+
+
+def _block_bytes(model: Model, block_size: int) -> int:
+    c = model.config
+    element = torch.empty(0, dtype=model.dtype).element_size()
+    return 2 * c.num_layers * block_size * c.num_kv_heads * c.head_dim * element
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

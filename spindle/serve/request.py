@@ -82,9 +82,15 @@ class Sequence:
 
     @property
     def width(self) -> int:
-        """The sequences that this one stands for: all before the first token, then 1."""
+        """The seats that it takes: all of its request's before the first token, then 1.
+
+        A beam search keeps its seats until it ends: the first takes those that are not in use.
+        """
         request = self.request
-        return request.width - len(request.sequences) + 1 if self.new_tokens == 0 else 1
+        leads = request.beam is not None and request.sequences[:1] == [self]
+        if self.new_tokens == 0 or leads:
+            return request.width - len(request.sequences) + 1
+        return 1
 
     def __repr__(self) -> str:
         return f"{self.request.id}.{self.sample} ({self.stored} of {len(self.ids)} stored)"
