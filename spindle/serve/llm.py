@@ -295,7 +295,12 @@ class LLM:
         request = Request(self._free_name(order), ids, params, order, arrival)
         limit, ends = self.scheduler.longest(request) - len(ids), self.model.config.eos_ids
         request.beam = Beam(width, limit, float(length_penalty), params.end_ids(ends))
-        return self._run_to_the_end(lambda names: names.append(self._queue(request)))[0]
+
+        def queue(names: list[str]) -> None:
+            with held_back():
+                names.append(self._queue(request))
+
+        return self._run_to_the_end(queue)[0]
 
     @property
     def stats(self) -> dict[str, int]:
