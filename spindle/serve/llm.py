@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
 from itertools import count
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from tqdm import tqdm
 
@@ -24,9 +23,11 @@ from spindle.kvcache.blocks import BlockTable
 from spindle.kvcache.paged import PagedKV
 from spindle.model.layers import Model
 from spindle.model.weights import load_hf
+from spindle.serve.deltas import DeltaStream
 from spindle.serve.interrupts import held_back
-from spindle.serve.outputs import Delta, RequestOutput, output_of
+from spindle.serve.outputs import RequestOutput, output_of
 from spindle.serve.request import Request, Sequence
+from spindle.serve.room import check_memory, default_blocks
 from spindle.serve.runner import Output, Runner
 from spindle.serve.scheduler import Gain, Plan, Scheduler
 from spindle.tokenizer import Tokenizer
@@ -84,7 +85,7 @@ class LLM:
             words = model.config.positions_in_words()
             raise RequestError(f"max_model_len={max_model_len}: the model has {words}")
         if num_blocks is None:
-            num_blocks = _default_blocks(model, block_size, max_seqs, self.max_model_len)
+            num_blocks = default_blocks(model, block_size, max_seqs, self.max_model_len)
         check_count("num_blocks", num_blocks)
         if host_blocks is not None:
             check_count("host_blocks", host_blocks, 0)
@@ -92,7 +93,7 @@ class LLM:
         if not isinstance(prefix_cache, bool):
             raise RequestError(f"prefix_cache={shown(prefix_cache)}: expected True or False")
         host = (num_blocks if host_blocks is None else host_blocks) * (preemption == "swap")
-        _check_memory(model, num_blocks, host, block_size)
+        check_memory(model, num_blocks, host, block_size)
         self._kv = PagedKV(
             model.config, num_blocks, block_size, model.dtype, model.device, host, prefix_cache
         )
@@ -507,60 +508,6 @@ class LLM:
         return output
 
 
-class DeltaStream(Iterator[Delta]):
-    """What each step adds to one request; whoever steps the engine meanwhile, nothing is lost."""
-
-    def __init__(self, llm: LLM, name: str) -> None:
-        self._llm, self._name, self._open = llm, name, True
-        self._ready: deque[Delta] = deque()
-        self._seen: dict[int, tuple[int, int, bool]] = {}
-
-    def __next__(self) -> Delta:
-        watched = self._llm._watched
-        while not self._ready:
-            if not self._open:
-                raise StopIteration
-            output = watched[self._name]
-            if output is None:
-                self._llm._advance()
-                continue
-            self._ready.extend(_new_in(output, self._seen))
-            watched[self._name] = None
-            if output.finished:
-                del watched[self._name]
-                self._open = False
-        return self._ready.popleft()
-
-    def __enter__(self) -> DeltaStream:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if self._open:  # not aborted here: this may be in the middle of anything
-            self._llm._abandoned.append(self._name)
-
-    def close(self) -> None:
-        """Abort the request, if it has not ended."""
-        if self._open:
-            self._open = False
-            self._llm._watched.pop(self._name, None)
-            self._llm.abort(self._name)
-        self._ready.clear()
-
-
-def _new_in(output: RequestOutput, seen: dict[int, tuple[int, int, bool]]) -> Iterator[Delta]:
-    """What an output has beyond the characters, tokens and ends in `seen`, which are moved on."""
-    for one in output.outputs:
-        before = seen.get(one.index, (0, 0, False))
-        now = len(one.text), len(one.token_ids), one.finish_reason is not None
-        if now != before:
-            seen[one.index] = now
-            text, ids = one.text[before[0] :], one.token_ids[before[1] :]
-            yield Delta(text, ids, one.index, one.finish_reason)
-
-
 def _note_time(request: Request, now: float) -> None:
     """A token has just come."""
     request.last_token = now
@@ -579,42 +526,6 @@ def _as_list(prompts: Any) -> list[Any]:
     if not isinstance(prompts, Iterable):
         raise RequestError(f"prompts: expected a list of them, got {type(prompts).__name__}")
     return list(prompts)
-
-
-def _default_blocks(model: Model, block_size: int, max_seqs: int, max_model_len: int) -> int:
-    """Room for all sequences at their longest, within a quarter of the free memory."""
-    block_bytes, free = _block_bytes(model, block_size), _free_bytes(model.device)
-    if model.device.type == "cuda":
-        return max(1, int(0.9 * free) // block_bytes)
-    most = max_seqs * -(-max_model_len // block_size)
-    return max(1, min(most, free // 4 // block_bytes))
-
-
-def _check_memory(model: Model, num_blocks: int, host_blocks: int, block_size: int) -> None:
-    """RequestError, with the numbers, for a pool that is larger than the free memory."""
-    block_bytes, here = _block_bytes(model, block_size), model.device
-    cpu = torch.device("cpu")
-    blocks = {here: num_blocks} | {cpu: host_blocks + (num_blocks if here == cpu else 0)}
-    for device, number in blocks.items():
-        free = _free_bytes(device)
-        if number * block_bytes > free:
-            raise RequestError(
-                f"{number} blocks of {block_bytes} bytes on the {device.type}: "
-                f"{number * block_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; lower "
-                "num_blocks, host_blocks or block_size"
-            )
-
-
-def _block_bytes(model: Model, block_size: int) -> int:
-    c = model.config
-    element = torch.empty(0, dtype=model.dtype).element_size()
-    return 2 * c.num_layers * block_size * c.num_kv_heads * c.head_dim * element
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -1,0 +1,45 @@
+"""How many blocks there is room for: by default, and at most."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+from spindle.errors import RequestError
+from spindle.model.layers import Model
+
+
+def default_blocks(model: Model, block_size: int, max_seqs: int, max_model_len: int) -> int:
+    """Room for all sequences at their longest, within a quarter of the free memory."""
+    block_bytes, free = _block_bytes(model, block_size), _free_bytes(model.device)
+    if model.device.type == "cuda":
+        return max(1, int(0.9 * free) // block_bytes)
+    most = max_seqs * -(-max_model_len // block_size)
+    return max(1, min(most, free // 4 // block_bytes))
+
+
+def check_memory(model: Model, num_blocks: int, host_blocks: int, block_size: int) -> None:
+    """RequestError, with the numbers, for a pool that is larger than the free memory."""
+    block_bytes, here = _block_bytes(model, block_size), model.device
+    cpu = torch.device("cpu")
+    blocks = {here: num_blocks} | {cpu: host_blocks + (num_blocks if here == cpu else 0)}
+    for device, number in blocks.items():
+        free = _free_bytes(device)
+        if number * block_bytes > free:
+            raise RequestError(
+                f"{number} blocks of {block_bytes} bytes on the {device.type}: "
+                f"{number * block_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; lower "
+                "num_blocks, host_blocks or block_size"
+            )
+
+
+def _block_bytes(model: Model, block_size: int) -> int:
+    c = model.config
+    element = torch.empty(0, dtype=model.dtype).element_size()
+    return 2 * c.num_layers * block_size * c.num_kv_heads * c.head_dim * element
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
