@@ -521,6 +521,8 @@ def _in_words(result: dict[str, Any]) -> str:
             f"{factors['by_rows']:.2f}; {factors['rest']:.2f} is left for all else.",
             f"Static batches that drop their finished rows: {factors['dropping']:.2f} times static,"
             f" {ms['dropping']:.2f} ms a step of {rows['dropping']:.1f} rows.",
+            f"ITL: {factors['with_a_prompt']['continuous']} continuous steps carry a prompt, and "
+            "whoever streams waits for it; static batches read theirs while nobody streams.",
         ]
     )
 
