@@ -696,6 +696,15 @@ def test_a_large_vocabulary_gives_the_same_tokens_from_its_likeliest(dtype, two_
 
 
 @pytest.mark.parametrize("params", [{"top_p": 0.9}, {"top_k": 50}, {"top_k": 50, "top_p": 0.5}])
+def test_a_number_that_no_sum_passes_finds_what_it_finds_among_all(params, monkeypatch):
+    """A `uniform` that rounds to 1 is a fault, and is the same fault however tokens are found."""
+    monkeypatch.setattr(sampling, "uniform", lambda seed, *args: torch.ones(len(seed)).double())
+    logits = random_logits(0, 5000, rows=3)
+    rows, positions = solo(SamplingParams(seed=1, **params), 3), torch.arange(3)
+    assert sample(logits, rows, positions).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("params", [{"top_p": 0.9}, {"top_k": 50}, {"top_k": 50, "top_p": 0.5}])
 def test_a_usual_row_does_without_a_sort_of_all_tokens(params, monkeypatch):
     logits = random_logits(0, 5000, rows=3, dtype=torch.float32)  # 240 to 350 tokens hold 0.9
     rows, positions = solo(SamplingParams(seed=1, **params), 3), torch.arange(3)

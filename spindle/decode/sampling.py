@@ -179,8 +179,8 @@ def _drawn_of_likeliest(
     at = inverse_cdf(_normalised(torch.zeros_like(kept).scatter_(1, order, kept)), u)
     inside = (kept == 0) | (kept > likeliest.amin(dim=-1, keepdim=True))
     clear = (sorted_p == 0) | ((before - top_p).abs() > 2 * V * EPS64)
-    settled = inside & (clear | (top_k <= C))
-    return ids.gather(1, at[:, None]).squeeze(1), settled.all(dim=-1)
+    settled = (inside & (clear | (top_k <= C))).all(dim=-1) & (u < 1)  # 1 finds none of them
+    return ids.gather(1, at[:, None]).squeeze(1), settled
 
 
 def _filtered(logits: Tensor, rows: SamplingRows) -> Tensor:
