@@ -194,7 +194,11 @@ def _add_generate(commands: Any, *shared: argparse.ArgumentParser) -> None:
     add("-p", "--prompt", required=True, action="append", help=about)
     add("-n", "--max-new-tokens", type=int, default=64, metavar="N", help="tokens (default: 64)")
     add("--samples", type=int, default=1, metavar="N", help="so many answers, one after another")
-    add("--json", action="store_true", help="one object: text, token ids, finish reason, stats")
+    add(
+        "--json",
+        action="store_true",
+        help="one object a prompt, a line each: text, token ids, finish reason, stats",
+    )
     add("--logprobs", type=int, default=given, metavar="K", help="with --json: the K likeliest too")
     parser.set_defaults(run=generate)
 
