@@ -14,8 +14,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 from tqdm import tqdm
@@ -70,7 +72,38 @@ class Cost:
 # --- two loops ----------------------------------------------------------------------------------
 
 
-class SchedulerLoop:
+class Loop(ABC):
+    """A queue of constant length, and what its steps have cost so far."""
+
+    def __init__(self) -> None:
+        self.order, self.cost = 0, Cost()
+
+    def add(self, count: int) -> None:
+        """So many more requests, each with a prompt of its own."""
+        clock = time.perf_counter
+        for _ in range(count):
+            self.order += 1
+            queue = self.request(self.order)
+            start = clock()
+            queue()
+            self.cost.add_s += clock() - start
+        self.cost.added += count
+
+    @abstractmethod
+    def request(self, order: int) -> Callable[[], object]:
+        """The queueing of a request, to be called."""
+
+    @abstractmethod
+    def step(self) -> int:
+        """Run one; returns how many requests have ended."""
+
+    @property
+    @abstractmethod
+    def waiting(self) -> int:
+        """Requests in the queue."""
+
+
+class SchedulerLoop(Loop):
     """A scheduler in front of a stand-in, with a queue of constant length."""
 
     def __init__(self, seqs: int, waiting: int) -> None:
@@ -79,20 +112,13 @@ class SchedulerLoop:
         self.scheduler = Scheduler(
             pool, max_seqs=seqs, max_batch_tokens=budget, max_model_len=longest
         )
-        self.order, self.cost = 0, Cost()
+        super().__init__()
         self.add(waiting + seqs)
 
-    def add(self, count: int) -> None:
-        """So many more requests, each with a prompt of its own."""
-        clock, cost = time.perf_counter, self.cost
-        for _ in range(count):
-            self.order += 1
-            prompt, params = prompt_of(self.order), params_of(self.order)
-            request = Request(str(self.order), prompt, params, self.order, 0.0)
-            start = clock()
-            self.scheduler.add(request)
-            cost.add_s += clock() - start
-        cost.added += count
+    def request(self, order: int) -> Callable[[], object]:
+        """The queueing of a request."""
+        request = Request(str(order), prompt_of(order), params_of(order), order, 0.0)
+        return partial(self.scheduler.add, request)
 
     def step(self) -> int:
         """Plan, and commit zeros; returns how many requests have ended."""
@@ -128,7 +154,7 @@ class StandIn(Runner):
         return [Output([0], [None]) if chunk.samples else Output([], []) for chunk in plan.chunks]
 
 
-class LLMLoop:
+class LLMLoop(Loop):
     """An LLM in front of the stand-in, with a queue of constant length."""
 
     def __init__(self, seqs: int, waiting: int) -> None:
@@ -142,19 +168,12 @@ class LLMLoop:
             trace=1,
         )
         self.llm._runner = StandIn(model, self.llm._kv)
-        self.order, self.cost = 0, Cost()
+        super().__init__()
         self.add(waiting + seqs)
 
-    def add(self, count: int) -> None:
-        """So many more requests, each with a prompt of its own."""
-        clock, cost = time.perf_counter, self.cost
-        for _ in range(count):
-            self.order += 1
-            prompt, params = prompt_of(self.order), params_of(self.order)
-            start = clock()
-            self.llm.add(prompt, params)
-            cost.add_s += clock() - start
-        cost.added += count
+    def request(self, order: int) -> Callable[[], object]:
+        """The queueing of a request."""
+        return partial(self.llm.add, prompt_of(order), params_of(order))
 
     def step(self) -> int:
         """A step of the LLM; returns how many requests have ended."""
@@ -173,8 +192,7 @@ class LLMLoop:
         return self.llm.stats["waiting"]
 
 
-Loop = SchedulerLoop | LLMLoop
-LOOPS: dict[str, type[Loop]] = {"scheduler": SchedulerLoop, "llm": LLMLoop}
+LOOPS: dict[str, Callable[[int, int], Loop]] = {"scheduler": SchedulerLoop, "llm": LLMLoop}
 
 
 def prompt_of(order: int) -> list[int]:

@@ -118,13 +118,9 @@ class Engine:
     def streams(self, ids: Iterable[int], params: SamplingParams) -> Iterator[Stream]:
         """The same answers as streams, one after another: each is run to its end, or closed, first.
 
-        The stats of each begin with its turn. RequestError, as `answers`, and for best_of > n.
+        The stats of each begin with its turn. RequestError, as `answers`, and for best_of > 1.
         """
-        if params.selects:
-            raise RequestError(
-                f"best_of={params.best_of}: which {params.n} are given is known at the end; "
-                "expected `answers`, or best_of=None"
-            )
+        params.check_stream("answers")
         prompt, params = self._checked(ids), self._checked_params(params)
         after_prompt: list[Tensor] = []
 

@@ -37,6 +37,14 @@ def check_count(name: str, value: object, least: int = 1, words: str = "") -> in
     return int(value)
 
 
+def check_real(name: str, value: object, low: float, high: float, right: str) -> float:
+    """A number that an option must be, `right` in words; RequestError names it."""
+    is_real = isinstance(value, Real) and not isinstance(value, bool)
+    if not (is_real and low <= value <= high):  # type: ignore[operator]
+        raise RequestError(f"{name}={shown(value)}: expected {right}")
+    return float(value)  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request is sampled; names, meanings and defaults as in vLLM's class of that name.
@@ -134,6 +142,14 @@ class SamplingParams:
         except RequestError as error:
             raise RequestError(f"stop_token_ids: {error}") from None
 
+    def check_stream(self, instead: str) -> None:
+        """RequestError if the answers cannot be told as they come; `instead` names what can."""
+        if self.selects:
+            raise RequestError(
+                f"best_of={self.best_of}: which {self.n} are given is known at the end; "
+                f"expected `{instead}`, or best_of=None"
+            )
+
     def _check_length(self) -> None:
         most, largest = self.max_tokens, 2**63 - 1
         if most is not None:
@@ -202,8 +218,4 @@ class SamplingParams:
         self._set(field, int(value))  # numpy's integers become plain ones
 
     def _real(self, field: str, low: float, high: float, right: str) -> None:
-        value = getattr(self, field)
-        is_real = isinstance(value, Real) and not isinstance(value, bool)
-        if not (is_real and low <= value <= high):
-            self._refuse(field, right)
-        self._set(field, float(value))
+        self._set(field, check_real(field, getattr(self, field), low, high, right))

@@ -323,18 +323,17 @@ class BlockTable:
         self.truncate(0)
 
 
-def needed(spans: Iterable[tuple[BlockTable, int, int]]) -> int:
+def needed(spans: Sequence[tuple[BlockTable, int, int]]) -> int:
     """How many blocks it takes to `reserve` all of these (table, start, stop), one after another.
 
-    Of those who share a block and write to it, the last one left keeps it.
+    Of those who share a block and write to it, the last one left keeps it. One span or more.
     """
-    more, writers, pool = 0, Counter[int](), None
+    pool, more, writers = spans[0][0].pool, 0, Counter[int]()
     for table, start, stop in spans:
-        pool = table.pool
         first, end = start // pool.block_size, -(-stop // pool.block_size)
         more += max(0, end - len(table.blocks))
         writers.update(table.blocks[first:end])
-    return more + sum(min(n, pool.count(block) - 1) for block, n in writers.items() if pool)
+    return more + sum(min(n, pool.count(block) - 1) for block, n in writers.items())
 
 
 def move(tables: Sequence[BlockTable], to: BlockPool) -> tuple[list[BlockTable], list[Copy]]:

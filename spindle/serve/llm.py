@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
 from itertools import count
-from numbers import Integral, Real
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from tqdm import tqdm
 from spindle import hub
 from spindle.decode.beam import Beam
 from spindle.decode.detokenize import AnswerText
-from spindle.decode.params import SamplingParams, check_count, check_prompt
+from spindle.decode.params import SamplingParams, check_count, check_prompt, check_real
 from spindle.errors import RequestError, shown
 from spindle.kvcache.blocks import BlockTable
 from spindle.kvcache.paged import PagedKV
@@ -220,12 +220,8 @@ class LLM:
         alternate; the last one of an answer says why it ended. Raises RequestError as `add` does,
         and for best_of > 1.
         """
-        if self._checked_params(params).selects:
-            assert params is not None
-            raise RequestError(
-                f"best_of={params.best_of}: which {params.n} are given is known at the end; "
-                "expected `generate`, or best_of=None"
-            )
+        params = self._checked_params(params)
+        params.check_stream("generate")
         stream: DeltaStream | None = None
         try:
             with held_back():
@@ -283,19 +279,15 @@ class LLM:
         blocks as long as their tokens are the same. length_penalty: above 0 favours long answers.
         Raises RequestError as `add` does.
         """
-        arrival, params = (
-            self._clock(),
-            SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=ignore_eos, seed=0),
-        )
+        arrival = self._clock()
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=ignore_eos, seed=0)
         check_count("width", width)
-        is_real = isinstance(length_penalty, Real) and not isinstance(length_penalty, bool)
-        if not is_real or not -10 <= length_penalty <= 10:
-            right = "expected a number from -10 to 10"
-            raise RequestError(f"length_penalty={shown(length_penalty)}: {right}")
+        right = "a number from -10 to 10"
+        penalty = check_real("length_penalty", length_penalty, -10, 10, right)
         order, ids = next(self._orders), self._prompt_ids(prompt)
         request = Request(self._free_name(order), ids, params, order, arrival)
         limit, ends = self.scheduler.longest(request) - len(ids), self.model.config.eos_ids
-        request.beam = Beam(width, limit, float(length_penalty), params.end_ids(ends))
+        request.beam = Beam(width, limit, penalty, params.end_ids(ends))
 
         def queue(names: list[str]) -> None:
             with held_back():
