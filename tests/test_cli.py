@@ -1027,3 +1027,17 @@ def test_several_prompts_of_a_broken_model_are_named(tmp_path, capsys):
     save_file(weights, broken / "model.safetensors")
     assert cli.main(["generate", "-m", str(broken), *TWO]) == cli.USER_FAULT
     assert "prompt 1, 2 of 2: logits that are no distribution" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("stream", "shown"), [(Terminal, True), (io.StringIO, False)])
+def test_several_prompts_show_a_bar_at_a_terminal_and_none_in_a_pipe(
+    checkpoint, monkeypatch, stream, shown
+):
+    monkeypatch.setattr("sys.stderr", stderr := stream())
+    assert cli.main(["generate", "-m", str(checkpoint), *TWO, "-q"]) == 0
+    assert ("2/2" in stderr.getvalue()) == shown

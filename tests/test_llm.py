@@ -119,6 +119,32 @@ def test_together_is_alone(requests, name, size, seqs, budget, spare, preemption
     assert not llm._requests and not llm._texts
 
 
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_in_a_pool_that_shrinks_while_they_run_each_is_what_it_is_alone(name, preemption):
+    """A block goes in every step, down to what the longest needs: they are preempted for it."""
+    model = MODELS[name]
+    llm = LLM(
+        model, max_model_len=40, max_seqs=4, num_blocks=34, block_size=4, preemption=preemption
+    )
+    prompts = [[n + 1] * (3 + 2 * n) for n in range(6)]
+    params = [
+        SamplingParams(max_tokens=24, temperature=n % 2, seed=n, ignore_eos=True) for n in range(6)
+    ]
+    names = [llm.add(*one) for one in zip(prompts, params, strict=True)]
+    taken, done, pool = [], {}, llm._kv.pool
+    while llm.has_unfinished:
+        if pool.free and pool.num_blocks - len(taken) > 10:
+            taken += pool.take()
+        done |= {output.request_id: output for output in llm.step() if output.finished}
+    assert sum(output.metrics.preemptions for output in done.values()) > 0
+    for one, prompt, its in zip(names, prompts, params, strict=True):
+        assert done[one].outputs[0].token_ids == alone(model, prompt, its)
+    for block in taken:
+        pool.give(block)
+    assert pool.free == pool.num_blocks and len(taken) == 24
+
+
 # --- text ----------------------------------------------------------------------------------------
 
 
