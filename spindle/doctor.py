@@ -1,7 +1,7 @@
 """What is on this machine, what is missing, and what that costs: `spindle doctor`.
 
 Nothing that is looked for here is required: where something is missing, spindle does with less, and
-the report says with how much less.
+the report says with how much less. `--build` compiles ahead of time all that can be compiled here.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import importlib.util
 import json
 import os
 import platform
-import shutil
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import spindle
@@ -40,7 +41,51 @@ class Check:
 def examine() -> list[Check]:
     """Look at everything; changes nothing, downloads nothing, takes as long as torch does."""
     machine = [*interpreter(), *torch_and_device(), cpp_compiler(), native_ops(), nvcc()]
-    return [*machine, *models(), *extras()]
+    return [*machine, cuda_kernels(), emulator(), *models(), *extras()]
+
+
+def build_all() -> tuple[list[Check], bool]:
+    """Compile what can be compiled here; what there is now, and whether all of that went well.
+
+    Of each: the file and the seconds, or why there is none, in the compiler's words if it failed.
+    """
+    from spindle.kernels import build, emulate
+
+    made = [_built("native ops", partial(build.place, "cpu"), partial(build.built, "cpu"))]
+    for gpu in _gpus():
+        parts = partial(build.cuda_place, gpu), partial(build.cuda_built, gpu)
+        made.append(_built(_for_gpu(gpu), *parts))
+    for path in sorted(build.SOURCES.glob("*.cu")):
+        make = partial(emulate.built, path.name)
+        made.append(_built(f"emulated {path.name}", emulate.refuse, make))
+    return [check for check, _ in made], all(well for _, well in made)
+
+
+def _built(name: str, refuse: Callable[[], object], make: Callable[[], Path]) -> tuple[Check, bool]:
+    """What came of one build, and whether it went well; it does if nothing can be built."""
+    try:
+        refuse()
+    except OSError as cause:
+        return Check(name, None, f"cannot be built: {cause}"), True
+    start = time.perf_counter()
+    try:
+        path = make()
+    except OSError as cause:
+        return Check(name, None, str(cause)), False
+    return Check(name, f"{path}, {time.perf_counter() - start:.1f} s"), True
+
+
+def _gpus() -> list[tuple[int, int] | None]:
+    """The kinds of GPU that are here; [None], which stands for any kind, if there is none."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    kinds = {torch.cuda.get_device_capability(n) for n in range(count)}
+    return [*sorted(kinds)] or [None]
+
+
+def _for_gpu(gpu: tuple[int, int] | None) -> str:
+    return "cuda kernels" if gpu is None else "cuda kernels for {}.{}".format(*gpu)
 
 
 def as_text(checks: list[Check]) -> str:
@@ -126,14 +171,42 @@ def native_ops() -> Check:
 
 
 def nvcc() -> Check:
-    """The CUDA compiler, if it is on the path."""
-    cost = "CUDA sources are not compiled, tests that compile them are skipped"
-    path = shutil.which("nvcc")
-    if path is None and (home := os.environ.get("CUDA_HOME")):
-        path = shutil.which("nvcc", path=str(Path(home) / "bin"))
+    """The CUDA compiler; build.py says where it is looked for."""
+    from spindle.kernels import build
+
+    path = build.nvcc()
     if path is None:
-        return Check("nvcc", None, cost)
+        cost = "CUDA sources are not compiled, tests that compile them are skipped"
+        return Check("nvcc", None, f"{build.no_nvcc()}: {cost}")
     return Check("nvcc", f"{path}, {_version(path, 'release')}")
+
+
+def cuda_kernels() -> Check:
+    """The CUDA sources, compiled by nvcc: built, or to be built for the first tensor on a GPU."""
+    from spindle.kernels import build
+
+    gpu = _gpus()[0]
+    try:
+        paths = [build.cuda_place(gpu), build.cuda_place(None)]
+    except OSError as cause:
+        return Check("cuda kernels", None, f"{cause}: on a GPU, plain torch does their work")
+    there = [str(path) for path in paths if path.exists()]
+    later = "built when they are first needed, or by `spindle doctor --build`"
+    return Check("cuda kernels", there[0] if there else later)
+
+
+def emulator() -> Check:
+    """The CUDA sources on CPU tensors, which SPINDLE_EMULATE=1 asks for."""
+    from spindle.kernels import emulate
+
+    try:
+        emulate.refuse()
+    except OSError as cause:
+        return Check("cuda emulator", None, f"{cause}: CUDA sources cannot be run on the CPU")
+    asked = os.environ.get("SPINDLE_EMULATE") == "1"
+    return Check(
+        "cuda emulator", "SPINDLE_EMULATE=1: all ops" if asked else "SPINDLE_EMULATE=1 uses it"
+    )
 
 
 def _version(program: str, word: str) -> str:

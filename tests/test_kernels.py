@@ -459,9 +459,13 @@ def test_what_native_code_would_read_wrongly_is_left_to_the_twin():
         ours = kernels.add_rms_norm(x, x.clone(), other, 1e-5)
         for one, right in zip(ours, twins.add_rms_norm(x, x.clone(), other, 1e-5), strict=True):
             assert torch.equal(one, right)
-    for residual in (x.double(), x[:1]):
+    for residual in (x.double(), torch.stack((x, x), 2)[..., 0]):
+        added = x + residual
         ours, carried = kernels.add_rms_norm(x, residual, weight, 1e-5)
-        assert carried.dtype == residual.dtype and torch.equal(carried, x + residual)
+        assert carried is residual and torch.equal(carried, added)
+        assert torch.equal(ours, twins.rms_norm(added, weight, 1e-5))
+    with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
+        kernels.add_rms_norm(x, x[:1].clone(), weight, 1e-5)
     for refused in (weight[:5], torch.ones(9)):
         with pytest.raises(RuntimeError, match="must match"):
             kernels.rms_norm(x, refused, 1e-5)
@@ -553,7 +557,7 @@ def test_a_library_is_for_one_processor_compiler_and_source(monkeypatch):
     places = [build.place("cpu")]
     for name, value in (
         ("_processor", lambda: b"another"),
-        ("_version", lambda command: b"another"),
+        ("version", lambda command: b"another"),
         ("FLAGS", ["-O0"]),
     ):
         with monkeypatch.context() as patch:

@@ -1,7 +1,8 @@
 """The ops that the models call: one name each, a plain twin, and faster forms where there are any.
 
 A model file says what is computed; which form computes it is decided here, by the device of the
-tensors and the environment (`SPINDLE_NO_EXT=1`: plain torch everywhere).
+tensors and the environment (ops.py says how). SPINDLE_NO_EXT=1: plain torch everywhere.
+SPINDLE_EMULATE=1: the CUDA sources, run on CPU tensors.
 """
 
 from __future__ import annotations
@@ -9,15 +10,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spindle.kernels import native, twins
+from spindle.kernels import cuda, emulate, native, ops, twins
 from spindle.kernels.packed import Weight, onednn_linear, pack, packs, unpack
-from spindle.kernels.twins import add_layer_norm, attend, copy_blocks, layer_norm, write_kv
+from spindle.kernels.twins import add_layer_norm, layer_norm
 
 __all__ = [
     "Weight",
     "add_layer_norm",
     "add_rms_norm",
     "attend",
+    "attends_in_place",
     "copy_blocks",
     "layer_norm",
     "linear",
@@ -31,6 +33,15 @@ __all__ = [
     "write_kv",
 ]
 
+_linear = torch.ops.spindle.linear.default
+_rms_norm = torch.ops.spindle.rms_norm.default
+_add_rms_norm = torch.ops.spindle.add_rms_norm.default
+_rope = torch.ops.spindle.rope.default
+_silu_mul = torch.ops.spindle.silu_mul.default
+_write_kv = torch.ops.spindle.write_kv.default
+_copy_blocks = torch.ops.spindle.copy_blocks.default
+_paged_attend = torch.ops.spindle.paged_attend.default
+
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
     """x [T, K] times weight [N, K] transposed, plus its bias -> [T, N].
@@ -41,7 +52,7 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
         got, want = f"{x.dtype} {list(x.shape)}", f"{weight.dtype} {list(weight.shape)}"
         raise TypeError(f"linear: x is {got}, its weight is {want}")
     if weight.panels is not None:
-        return native.linear(x, weight.panels, weight.bias, weight.shape[0])
+        return _linear(x, weight.panels, weight.bias, weight.shape[0])
     if weight.onednn is not None:
         return onednn_linear(x, weight)
     assert weight.plain is not None
@@ -50,67 +61,64 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Each row of x [T, E] at root mean square 1, times weight [E]."""
-    if native.takes(x) and _is_weight(weight, x):
-        return native.rms_norm(x.contiguous(), None, weight, eps)
-    return twins.rms_norm(x, weight, eps)
+    return _rms_norm(x, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Add x [T, E] to the residual, then RMS-normalise the sum; returns (normed, residual).
-
-    The residual that was passed in is consumed: use the returned one.
-    """
-    same = residual.dtype == x.dtype and residual.shape == x.shape
-    if native.takes(x) and same and _is_weight(weight, x):
-        residual = residual.contiguous()
-        return native.rms_norm(x.contiguous(), residual, weight, eps), residual
-    return twins.add_rms_norm(x, residual, weight, eps)
+    """Add x [T, E] to the residual, in place, then RMS-normalise it; returns (normed, residual)."""
+    return _add_rms_norm(x, residual, weight, eps), residual
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotate q [T, H, D] and k [T, Hk, D], in place, by the angles of cos, sin [T, D/2]."""
-    if native.takes(q) and _are_turned(q, k, cos, sin):
-        native.rope(q, k, cos.contiguous(), sin.contiguous())
-    else:
-        twins.rope(q, k, cos, sin)
+    _rope(q, k, cos, sin)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate_up [T, 2F], gate first -> [T, F]."""
-    if native.takes(gate_up) and gate_up.shape[1] % 2 == 0:
-        return native.silu_mul(gate_up.contiguous())
-    return twins.silu_mul(gate_up)
+    return _silu_mul(gate_up)
+
+
+def write_kv(cache: Tensor, slots: Tensor, new: Tensor) -> None:
+    """Put new [T, Hk, D] into slots [T] of cache [N, P, Hk, D]; slot n * P + p is p of block n."""
+    _write_kv(cache, slots, new)
+
+
+def copy_blocks(cache: Tensor, source: Tensor, target: Tensor) -> None:
+    """Copy the blocks source [C] of cache [L, N, P, Hk, D] over the blocks target [C].
+
+    No target may be a source too, or be named twice: the copies are done in any order.
+    """
+    _copy_blocks(cache, source, target)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> Tensor:
+    """Causal attention of one sequence's new queries q [T, H, D] over its keys -> [T, H, D].
+
+    k, v [S, Hk, D] with S = start + T: query t sees key j when j <= start + t.
+    """
+    form = ops.attend if q.is_cuda else twins.attend
+    return form(q, k, v, start, scale)
 
 
 def paged_attend(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, scale: float
 ) -> Tensor:
-    """One query a row [R, H, D] over that row's keys, found through tables [R, B] of blocks."""
-    if native.takes(q):
-        _check_paged(q, keys, values, tables, lengths)
-        q, keys, values, tables = (x.contiguous() for x in (q, keys, values, tables))
-        return native.paged_attend(q, keys, values, tables, lengths.contiguous(), scale)
-    return twins.paged_attend(q, keys, values, tables, lengths, scale)
+    """The last C queries of each row, q [R * C, H, D], over that row's keys -> [R * C, H, D].
+
+    keys, values [N, P, Hk, D] lie in blocks, found through tables [R, B]; lengths [R] count the
+    keys that a row's last query sees, and the query before it sees one less.
+    TypeError: they do not go together.
+    """
+    return _paged_attend(q, keys, values, tables, lengths, scale)
 
 
-def _check_paged(q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor) -> None:
-    """TypeError for what native code would read wrongly; the ids in a table are the caller's."""
-    same = keys.shape == values.shape and keys.dtype == values.dtype == q.dtype
-    heads = q.shape[2] == keys.shape[3] and q.shape[1] % keys.shape[2] == 0
-    rows = len(q) == len(tables) == len(lengths) and tables.dtype == lengths.dtype == torch.int64
-    if not (same and heads and rows):
-        shapes = [f"{x.dtype} {list(x.shape)}" for x in (q, keys, values, tables, lengths)]
-        raise TypeError(f"paged_attend: {', '.join(shapes)} do not go together")
+def attends_in_place(cache: Tensor, queries: int = 1) -> bool:
+    """Whether `paged_attend` reads this cache [..., D] where it lies, for so many queries a row.
 
-
-def _is_weight(weight: Tensor, x: Tensor) -> bool:
-    """Whether this is a row of x's width, beside x: native code reads it as such."""
-    same = weight.dtype == x.dtype and weight.device == x.device
-    return same and weight.shape == x.shape[-1:] and weight.is_contiguous()
-
-
-def _are_turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether these go together in float32, with heads that lie whole."""
-    T, _, D = q.shape
-    same = q.dtype == k.dtype == cos.dtype == sin.dtype and k.shape[::2] == (T, D)
-    return same and cos.shape == sin.shape == (T, D / 2) and q.stride(2) == k.stride(2) == 1
+    The twin would copy all of it, so a caller that has another way takes that.
+    """
+    if cache.is_cuda:  # without a GPU it is a fake tensor, which is not read at all
+        runs = not torch.cuda.is_available() or cuda.compiled(cache.device) is not None
+        return runs and cuda.attends(cache, queries)
+    return native.takes(cache) or (emulate.enabled() and cuda.attends(cache, queries))

@@ -2,7 +2,7 @@
 
 It is for correctness, and to watch a fault happen: `thread_order` chooses who goes first, `edited`
 changes a source for a while. What a kernel does wrong is a KernelFault that names block, thread and
-line. Arguments and results are those of the twins; float32, bfloat16 and float16. Compiled by g++.
+line. Compiled by g++. The wrappers are in cuda.py; with SPINDLE_EMULATE=1 all ops go through them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -20,7 +21,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from spindle.kernels import build
@@ -29,19 +29,17 @@ from spindle.paths import cache_dir
 __all__ = [
     "ORDERS",
     "KernelFault",
-    "add_rms_norm",
+    "available",
     "call",
-    "copy_blocks",
     "edited",
+    "enabled",
     "library",
+    "library_of",
+    "ops_emulated",
     "races_ignored",
-    "rms_norm",
-    "rope",
-    "silu_mul",
     "source",
     "thread_order",
     "unit",
-    "write_kv",
 ]
 
 ORDERS = ("up", "down", "random")  # as cpu_cuda.h counts them
@@ -49,8 +47,9 @@ HEADERS = ("cpu_language.h", "cpu_cuda.h")  # before each source
 FLAGS = ["-std=c++17", "-fPIC", "-fno-strict-aliasing", "-fno-threadsafe-statics"]
 OF_EMULATOR = ["-O2", "-fvisibility=hidden"]
 # Calls before accesses, which cpu_checks.h takes: no library of the sanitizers is linked.
-OF_KERNELS = ["-O1", "-g1", "-DSPINDLE_EMULATED", "-fsanitize=thread,alignment,bounds"]
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as common.cuh counts them
+# DWARF 5 has the file of a source's first function in a way that addr2line 2.40 misreads.
+OF_KERNELS = ["-O1", "-g1", "-gdwarf-4", "-DSPINDLE_EMULATED"]
+OF_KERNELS += ["-fsanitize=thread,alignment,bounds"]
 
 
 class KernelFault(RuntimeError):
@@ -123,7 +122,7 @@ def _edit(file: str, text: str | None) -> None:
         del _edits[file]
     else:
         _edits[file] = text
-    _library_of.cache_clear()
+    library_of.cache_clear()
 
 
 _edits: dict[str, str] = {}
@@ -139,16 +138,16 @@ def library(text: str, file: str, flags: tuple[str, ...] = ()) -> ctypes.CDLL:
     """
     command = build.compiler()
     if command is None:
-        raise OSError(f"no C++ compiler: {os.environ.get('CXX') or ', '.join(build.COMPILERS)}")
+        raise OSError(build.no_compiler())
     machine = _inlined(*HEADERS, "cpu_cuda.cpp", "cpu_checks.h")
     compile_machine = [command, *FLAGS, *OF_EMULATOR, *flags]
     compile_kernels = [command, *FLAGS, *OF_KERNELS, *flags]
     made = unit(text, file)
     path = _place(Path(file).stem, ".so", compile_machine, machine, compile_kernels, made)
     if path not in _libraries:
-        if not build._is_whole(path):
+        if not build.is_whole(path):
             first = _place("cpu_cuda", ".o", compile_machine, machine)
-            if not build._is_whole(first):
+            if not build.is_whole(first):
                 _make([*compile_machine, "-c"], machine, first)
             _make([*compile_kernels, "-c"], made, path, first)
         _libraries[path] = ctypes.CDLL(str(path))
@@ -157,13 +156,12 @@ def library(text: str, file: str, flags: tuple[str, ...] = ()) -> ctypes.CDLL:
 
 
 _libraries: dict[Path, ctypes.CDLL] = {}
-_version = functools.cache(build._version)  # asked for once: a process is started for it
 
 
 def _place(stem: str, suffix: str, command: list[str], *parts: str | list[str]) -> Path:
     """Where a file lies, or would: named by all that goes into it."""
     texts = [part if isinstance(part, str) else " ".join(part) for part in (command, *parts)]
-    digest = hashlib.sha256("\0".join(texts).encode() + _version(command[0])).hexdigest()[:16]
+    digest = hashlib.sha256("\0".join(texts).encode() + build.version(command[0])).hexdigest()[:16]
     return cache_dir() / "build" / f"{stem}-emulated-{digest}{suffix}"
 
 
@@ -173,14 +171,32 @@ def _make(command: list[str], text: str, target: Path, *linked: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         source_file, made = Path(folder) / "unit.cpp", Path(folder) / "unit.o"
         source_file.write_text(text, encoding="utf-8")
-        build._run([*command, str(source_file), "-o", str(made)])
+        build.run([*command, str(source_file), "-o", str(made)])
         if linked:
             library = made.with_suffix(".so")
             objects = map(str, (made, *linked))
-            build._run([command[0], "-shared", "-Wl,-Bsymbolic", *objects, "-o", str(library)])
+            build.run([command[0], "-shared", "-Wl,-Bsymbolic", *objects, "-o", str(library)])
             made = library
-        build._seal(made)
+        build.seal(made)
         os.replace(made, target)
+
+
+@functools.cache
+def library_of(file: str) -> ctypes.CDLL:
+    """The library of a file of csrc/, as `edited` has it at the moment. OSError: as `library`."""
+    return library(source(file), file)
+
+
+def refuse() -> None:
+    """OSError where no source is to be compiled, or none can be."""
+    build.refuse()
+    if build.compiler() is None:
+        raise OSError(build.no_compiler())
+
+
+def built(file: str) -> Path:
+    """The file of `library_of`, compiled if it must be."""
+    return Path(library_of(file)._name)
 
 
 # --- calls ---------------------------------------------------------------------------------------
@@ -231,7 +247,7 @@ def call(emulated: ctypes.CDLL, launcher: str, *arguments: Argument) -> None:
     with _one_at_a_time:
         emulated.spindle_set_memory(starts, sizes, len(tensors), int(_races))
         emulated.spindle_set_order(ctypes.c_int(_order[0]), ctypes.c_uint64(_order[1]))
-        status = run(*map(_as_c, arguments))
+        status = run(*map(as_c, arguments))
         report = emulated.spindle_take_report().decode(errors="replace")
     if report:
         raise KernelFault(re.sub(r"{(\w+)}", lambda code: _line_of(emulated, code[1]), report))
@@ -257,7 +273,8 @@ def _line_of(emulated: ctypes.CDLL, code: str) -> str:
     return ", from ".join(lines)
 
 
-def _as_c(value: Argument) -> ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float:
+def as_c(value: Argument) -> ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float:
+    """As a launcher takes it: a tensor as its address, an integer as int64_t, a float as float."""
     if isinstance(value, float):
         return ctypes.c_float(value)
     if isinstance(value, int):
@@ -265,108 +282,35 @@ def _as_c(value: Argument) -> ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float:
     return ctypes.c_void_p(None if value is None else value.data_ptr())
 
 
+# --- the ops, all of them emulated ---------------------------------------------------------------
+
+_log = logging.getLogger(__name__)
+_on = os.environ.get("SPINDLE_EMULATE") == "1"  # read once: `ops_emulated` is for changing it
+
+
+@contextlib.contextmanager
+def ops_emulated(on: bool = True) -> Iterator[None]:
+    """For a while, the ops run their CUDA source on CPU tensors, as with SPINDLE_EMULATE=1."""
+    global _on
+    before, _on = _on, on
+    try:
+        yield
+    finally:
+        _on = before
+
+
+def enabled() -> bool:
+    """Whether CPU tensors go to the emulator: it is asked for, and can be had."""
+    return _on and available()
+
+
 @functools.cache
-def _library_of(file: str) -> ctypes.CDLL:
-    return library(source(file), file)
-
-
-def _launch(file: str, launcher: str, *arguments: Argument) -> None:
-    stream = None
-    call(_library_of(file), launcher, *arguments, stream)
-
-
-def _unwritten(*shape: int, like: Tensor) -> Tensor:
-    """Where a kernel writes: NaN, so that what it leaves out is seen."""
-    return like.new_full(shape, torch.nan)
-
-
-def _check(op: str, fits: bool, *tensors: Tensor) -> None:
-    """TypeError for what a kernel would read wrongly."""
-    fits = fits and all(x.device.type == "cpu" for x in tensors)
-    if not fits:
-        shapes = ", ".join(f"{x.dtype} {list(x.shape)}" for x in tensors)
-        raise TypeError(f"{op}, emulated: {shapes} do not go together, or are not for kernels")
-
-
-# --- the ops -------------------------------------------------------------------------------------
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Each row of x [..., E] at root mean square 1, times weight [E].
-
-    TypeError: they do not go together. KernelFault, here as in all ops: a row beyond 47 kB.
-    """
-    return _norm("rms_norm", x.contiguous(), None, weight, eps)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Add x [T, E] to the residual, then RMS-normalise the sum; returns (normed, residual).
-
-    The residual that was passed in is consumed: use the returned one. TypeError: they do not fit.
-    """
-    fits = residual.shape == x.shape and residual.dtype == x.dtype
-    _check("add_rms_norm", fits, x, residual)
-    residual = residual.contiguous()
-    return _norm("add_rms_norm", x.contiguous(), residual, weight, eps), residual
-
-
-def _norm(op: str, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    E = x.shape[-1]
-    _check(op, x.dtype in DTYPES and weight.dtype == x.dtype and weight.shape == (E,), x, weight)
-    out, weight = _unwritten(*x.shape, like=x), weight.contiguous()
-    sizes = (x.numel() // E, E, float(eps), DTYPES[x.dtype])
-    _launch("rmsnorm.cu", "spindle_rms_norm", x, residual, weight, out, *sizes)
-    return out
-
-
-def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate q [T, H, D] and k [T, Hk, D], in place, by the angles of cos, sin [T, D/2] float32.
-
-    Tokens and heads may lie apart, elements may not. TypeError: they do not go together.
-    """
-    T, H, D = q.shape
-    angles = cos.shape == sin.shape == (T, D / 2) and cos.dtype == sin.dtype == torch.float32
-    heads = k.shape[::2] == (T, D) and k.dtype == q.dtype and q.stride(2) == k.stride(2) == 1
-    _check("rope", angles and heads and q.dtype in DTYPES, q, k, cos, sin)
-    sizes = (T, H, k.shape[1], D, *q.stride()[:2], *k.stride()[:2], DTYPES[q.dtype])
-    _launch("rope.cu", "spindle_rope", q, k, cos.contiguous(), sin.contiguous(), *sizes)
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up for gate_up [T, 2F], gate first -> [T, F]. TypeError: an odd width."""
-    _check("silu_mul", gate_up.dtype in DTYPES and gate_up.shape[1] % 2 == 0, gate_up)
-    T, F = gate_up.shape[0], gate_up.shape[1] // 2
-    out = _unwritten(T, F, like=gate_up)
-    sizes = (T, F, DTYPES[gate_up.dtype])
-    _launch("silu.cu", "spindle_silu_mul", gate_up.contiguous(), out, *sizes)
-    return out
-
-
-def write_kv(cache: Tensor, slots: Tensor, new: Tensor) -> None:
-    """Put new [T, Hk, D] into slots [T] of cache [N, P, Hk, D]; slot n * P + p is p of block n.
-
-    The cache is changed; of any dtype. TypeError: they do not go together, the cache has gaps.
-    """
-    whole = cache.is_contiguous() and new.shape[1:] == cache.shape[2:] and new.dtype == cache.dtype
-    indexed = slots.shape == new.shape[:1] and slots.dtype == torch.int64
-    _check("write_kv", whole and indexed, cache, slots, new)
-    if not new[:1].is_contiguous():  # a row has to lie whole; rows may lie apart
-        new = new.contiguous()
-    item = cache.element_size()
-    sizes = (len(new), new[0].numel() * item if len(new) else 0, new.stride(0) * item)
-    _launch("copy.cu", "spindle_write_kv", cache, slots.contiguous(), new, *sizes)
-
-
-def copy_blocks(cache: Tensor, source: Tensor, target: Tensor) -> None:
-    """Copy the blocks source [C] of cache [L, N, P, Hk, D] over the blocks target [C].
-
-    The cache is changed; of any dtype. No target may be a source too: the copies are done at once.
-    TypeError: they do not go together, the cache has gaps.
-    """
-    indexed = source.shape == target.shape and source.dtype == target.dtype == torch.int64
-    _check("copy_blocks", cache.is_contiguous() and indexed, cache, source, target)
-    L, N = cache.shape[:2]
-    block_bytes = cache[0, 0].numel() * cache.element_size()
-    source, target = source.contiguous(), target.contiguous()
-    sizes = (len(source), L, N, block_bytes)
-    _launch("copy.cu", "spindle_copy_blocks", cache, source, target, *sizes)
+def available() -> bool:
+    """Whether a source compiles here. If not, it is said once, as a warning of this logger."""
+    try:
+        refuse()
+        library_of("copy.cu")
+    except OSError as cause:
+        _log.warning("the emulator: not used, the ops run without it: %s", cause)
+        return False
+    return True

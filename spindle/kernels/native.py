@@ -18,7 +18,7 @@ _POINTER, _LENGTH = ctypes.c_void_p, ctypes.c_int64
 _ARGUMENTS = {  # of each op: pointers, lengths, floats; then the number of threads
     "linear": (4, 3, 0),
     "pack": (2, 2, 0),
-    "paged_attend": (6, 6, 1),
+    "paged_attend": (6, 7, 1),
     "rms_norm": (4, 2, 1),
     "rope": (4, 8, 0),
     "silu_mul": (2, 2, 0),
@@ -79,14 +79,15 @@ def paged_attend(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, scale: float
 ) -> Tensor:
     """The twin's arguments and result, for contiguous float32 tensors on the CPU."""
-    R, H, D = q.shape
+    T, H, D = q.shape
     _, P, Hk, _ = keys.shape
+    R, B = tables.shape
     out = torch.empty_like(q)
     lib = _library()
     assert lib is not None
     pointers = (tensor.data_ptr() for tensor in (q, keys, values, tables, lengths, out))
-    threads = torch.get_num_threads()
-    lib.spindle_paged_attend(*pointers, R, H, Hk, D, P, tables.shape[1], scale, threads)
+    sizes = (T, T // max(R, 1), H, Hk, D, P, B)
+    lib.spindle_paged_attend(*pointers, *sizes, scale, torch.get_num_threads())
     return out
 
 

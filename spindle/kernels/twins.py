@@ -45,11 +45,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Add x [T, E] to the residual, then RMS-normalise the sum; returns (normed, residual).
-
-    The residual that was passed in is consumed: use the returned one.
-    """
-    residual = residual + x
+    """Add x [T, E] to the residual, in place, then RMS-normalise it; returns (normed, residual)."""
+    residual += x
     return rms_norm(residual, weight, eps), residual
 
 
@@ -100,19 +97,26 @@ def copy_blocks(cache: Tensor, source: Tensor, target: Tensor) -> None:
 def paged_attend(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, scale: float
 ) -> Tensor:
-    """Attention of one query a row over that row's keys, which lie in blocks.
+    """Attention of each row's last C queries over that row's keys, which lie in blocks.
 
-    q [R, H, D]; keys, values [N, P, Hk, D]; tables [R, B] name each row's blocks in the order of
-    its positions, lengths [R] say how many positions it has. What lies beyond, and where a table
-    is filled up, is not read: it may be NaN. Returns [R, H, D]. (Kwon et al. 2023, section 4.1.)
+    q [R * C, H, D], row by row, C = len(q) / R; keys, values [N, P, Hk, D]; tables [R, B] name each
+    row's blocks in the order of its positions, lengths [R] say how many keys its last query sees;
+    each query before it sees one key less. A query that sees none gets zeros. Slots beyond a row's
+    length, and table entries beyond ceil(length / P), are not read: they may be NaN, or any number.
+    A length above B * P is the caller's mistake, and cannot be refused: it stands on the device.
+    Returns [R * C, H, D]. (Kwon et al. 2023, section 4.1.)
     """
-    R, H, D = q.shape
-    _, P, Hk, _ = keys.shape
-    S = tables.shape[1] * P
-    beyond = torch.arange(S, device=q.device) >= lengths[:, None]  # [R, S]
-    k, v = (x[tables].view(R, S, Hk, D) for x in (keys, values))
+    (T, H, D), (_, P, Hk, _), (R, B) = q.shape, keys.shape, tables.shape
+    C, S = T // max(R, 1), B * P
+    unused = torch.arange(B, device=q.device) * P >= lengths[:, None]  # [R, B]
+    slots, ahead = torch.arange(S, device=q.device), torch.arange(C - 1, -1, -1, device=q.device)
+    seen = lengths[:, None] - ahead  # [R, C]
+    hidden = slots >= seen[:, :, None]  # [R, C, S]
+    beyond = slots >= lengths[:, None]  # [R, S]
+    k, v = (x[tables.masked_fill(unused, 0)].view(R, S, Hk, D) for x in (keys, values))
     k, v = (wide(x).masked_fill(beyond[:, :, None, None], 0.0) for x in (k, v))
-    q_of_head = wide(q).view(R, Hk, H // Hk, D)
-    scores = torch.einsum("rkgd,rskd->rkgs", q_of_head, k) * scale  # [R, Hk, G, S]
-    weights = scores.masked_fill(beyond[:, None, None], -torch.inf).softmax(dim=-1)
-    return torch.einsum("rkgs,rskd->rkgd", weights, v).reshape(R, H, D).to(q.dtype)
+    q_of_head = wide(q).reshape(R, C, Hk, H // Hk, D)
+    scores = torch.einsum("rckgd,rskd->rckgs", q_of_head, k) * scale  # [R, C, Hk, G, S]
+    weights = scores.masked_fill(hidden[:, :, None, None], -torch.inf).softmax(dim=-1)
+    out = torch.einsum("rckgs,rskd->rckgd", weights, v).reshape(T, H, D)
+    return out.masked_fill(seen.reshape(T, 1, 1) < 1, 0.0).to(q.dtype)

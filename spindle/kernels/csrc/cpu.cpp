@@ -10,10 +10,10 @@
 // K, within a block k by k, then the blocks in turn. So a row has the same bits alone and in any
 // batch. (Blocks also keep what is read of a panel in the cache while further rows pass over it.)
 //
-// paged_attend: one query a row over that row's keys, block by block of its table. Scores, softmax
-// and the weighted sum are taken in an order that the row's length alone decides, so a row's result
-// depends on nothing beside it. Keys and values are read where they lie, a block from end to end,
-// and come out of memory once for all the query heads that share them.
+// paged_attend: a query over the keys that it sees, block by block of its row's table. Scores,
+// softmax and the weighted sum are taken in an order that the number of keys alone decides, so a
+// query's result depends on nothing beside it. Keys and values are read where they lie, a block from
+// end to end, and come out of memory once for all the query heads that share them.
 //
 // The other ops do little work, in torch by many small passes over the same row: here it is one.
 // Each row is by itself, so its bits do not depend on the rows beside it either.
@@ -202,25 +202,24 @@ void each_block(const float* cache, const int64_t* table, int64_t S, int64_t P, 
 
 }  // namespace
 
-// q, out [R, H, D]; keys, values [N, P, Hk, D]; tables [R, B]; lengths [R].
+// q, out [T, H, D], C queries a row; keys, values [N, P, Hk, D]; tables [T / C, B]; lengths [T / C].
 extern "C" void spindle_paged_attend(const float* q, const float* keys, const float* values,
                                      const int64_t* tables, const int64_t* lengths, float* out,
-                                     int64_t R, int64_t H, int64_t Hk, int64_t D, int64_t P,
-                                     int64_t B, float scale, int threads) {
+                                     int64_t T, int64_t C, int64_t H, int64_t Hk, int64_t D,
+                                     int64_t P, int64_t B, float scale, int threads) {
   const int64_t G = H / Hk, stride = Hk * D;
-  const int64_t span = R < 2 * threads ? 1 : Hk;  // key heads a task: few rows are divided by head
+  const int64_t span = T < 2 * threads ? 1 : Hk;  // key heads a task: few queries are divided so
   const int64_t heads = span * G;
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
-  for (int64_t task = 0; task < R * (Hk / span); ++task) {
-    const int64_t r = task / (Hk / span), first = task % (Hk / span) * span, S = lengths[r];
+  for (int64_t task = 0; task < T * (Hk / span); ++task) {
+    const int64_t t = task / (Hk / span), first = task % (Hk / span) * span, r = t / C;
+    const int64_t S = lengths[r] - (C - 1 - t % C);  // the keys that it sees
+    const float* query = q + (t * H + first * G) * D;
+    float* result = out + (t * H + first * G) * D;
+    std::fill(result, result + heads * D, 0.0f);
+    if (S < 1) continue;
     const int64_t room = (S + LANES - 1) / LANES * LANES;
     std::vector<float> scores(heads * room, -INFINITY);
-    const float* query = q + (r * H + first * G) * D;
-    float* result = out + (r * H + first * G) * D;
-    if (S < 1) {  // nothing to attend to: the softmax of nothing
-      std::fill(result, result + heads * D, NAN);
-      continue;
-    }
     const auto blocks_of = [&](const float* cache, auto visit) {
       each_block(cache + first * D, tables + r * B, S, P, stride, span * D, visit);
     };
@@ -230,7 +229,6 @@ extern "C" void spindle_paged_attend(const float* q, const float* keys, const fl
           scores[h * room + s + p] = dot(query + h * D, block + p * stride + h / G * D, D) * scale;
     });
     for (int64_t h = 0; h < heads; ++h) softmax(&scores[h * room], room);
-    std::fill(result, result + heads * D, 0.0f);
     blocks_of(values, [&](int64_t s, int64_t count, const float* block) {
       for (int64_t h = 0; h < heads; ++h)
         add_weighted(&scores[h * room + s], block + h / G * D, result + h * D, count, stride, D);
