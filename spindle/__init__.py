@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from spindle.errors import SpindleError
 
 if TYPE_CHECKING:  # the same names, where type checkers and editors look for them
+    from spindle.decode import graphs
     from spindle.decode.engine import Engine
     from spindle.decode.sampling import SamplingParams
     from spindle.model.weights import load_hf
@@ -23,6 +24,7 @@ __all__ = [
     "SpindleError",
     "StreamDecoder",
     "Tokenizer",
+    "graphs",
     "load_hf",
 ]
 
@@ -32,6 +34,7 @@ _HOMES = {
     "SamplingParams": "spindle.decode.sampling",
     "StreamDecoder": "spindle.tokenizer",
     "Tokenizer": "spindle.tokenizer",
+    "graphs": "spindle.decode.graphs",
     "load_hf": "spindle.model.weights",
 }
 
@@ -39,7 +42,9 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'spindle' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    home = importlib.import_module(_HOMES[name])
+    value = home if home.__name__.endswith(f".{name}") else getattr(home, name)
+    globals()[name] = value
     return value
 
 

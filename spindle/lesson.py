@@ -147,7 +147,7 @@ def smallest_lead(engine: Any, prompt: Sequence[int], answer: Sequence[int]) -> 
     for token in answer:
         first, second = logits[0].topk(2).values.tolist()
         lead = min(lead, first - second)
-        logits = engine.step(token)
+        logits = engine.extend([token])
     return lead
 
 
@@ -524,3 +524,40 @@ def continuous_steps(lengths: Sequence[int], seats: int) -> int:
     for length in lengths:
         free_at[free_at.index(min(free_at))] += length
     return max(free_at)
+
+
+_NEIGHBOURS = [(t, did, w, 0) for t in range(4) for did, w in (("wrote", t), ("read", t ^ 1))]
+
+
+@check.exercise(
+    "C",
+    inputs=[
+        (_NEIGHBOURS,),
+        ([(t, did, w, did == "read") for t, did, w, _ in _NEIGHBOURS],),
+        ([(0, "read", 5, 0), (1, "read", 5, 0), (2, "wrote", 6, 0), (1, "wrote", 5, 0)],),
+        ([(0, "wrote", 5, 0), (0, "read", 5, 0), (0, "wrote", 5, 0), (1, "read", 6, 0)],),
+        ([(0, "wrote", 5, 0), (0, "read", 5, 0), (1, "read", 5, 0)],),
+        ([(0, "read", 5, 0), (1, "wrote", 5, 1), (0, "wrote", 5, 2), (1, "wrote", 5, 2)],),
+        ([],),
+    ],
+)
+def first_race(log: Sequence[tuple[int, str, int, int]]) -> int:
+    """int, the place of the first access that races with one before it; len(log): none does."""
+
+    def races(one: tuple[int, str, int, int], other: tuple[int, str, int, int]) -> bool:
+        return one[2:] == other[2:] and one[0] != other[0] and "wrote" in (one[1], other[1])
+
+    clashes = (at for at, one in enumerate(log) for other in log[:at] if races(one, other))
+    return next(clashes, len(log))
+
+
+def _whole_numbers(seed: int) -> Tensor:
+    """[300], small, so that sums in float32 are exact in any order."""
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(-9, 10, (300,), generator=draw).float()
+
+
+@check.exercise("C", inputs=[(torch.ones(300),), (_whole_numbers(1),), (_whole_numbers(2),)])
+def running_sums(x: Tensor) -> Tensor:
+    """float [300], each element the sum of all up to itself."""
+    return x.cumsum(0)

@@ -79,7 +79,7 @@ def every_answer(model, prompt, limit, penalty):
             for n, token in enumerate(ids):
                 total += float(logits[0].log_softmax(-1)[token])
                 if n + 1 < len(ids):
-                    logits = engine.step(token)
+                    logits = engine.extend([token])
             found.append((total / length**penalty, list(ids)))
     return sorted(found, key=lambda one: -one[0])
 

@@ -33,6 +33,7 @@ from spindle.decode.params import SamplingParams
 from spindle.decode.stream import Stream
 from spindle.decode.text import TextStream, stream_text
 from spindle.errors import SpindleError
+from spindle.kernels import build
 from spindle.model.weights import RandomSource, wishes
 
 GPT2 = {
@@ -313,7 +314,7 @@ def test_logprobs_name_each_token_and_the_likeliest(
         assert one["logprob"] == one["top"][0]["logprob"]
         shown = tokenizer.token_bytes(one["id"]).decode("utf-8", errors="replace")
         assert one["text"] == one["top"][0]["text"] == shown
-        logits = engine.step(one["id"])
+        logits = engine.extend([one["id"]])
     assert "logprobs" not in as_json(checkpoint, capsys, *GREEDY)
 
 
@@ -831,6 +832,7 @@ def test_doctor_says_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["torch"]["found"] == torch.__version__
     assert report["threads"]["found"].startswith(f"{torch.get_num_threads()} ")
     names = ("python", "device", "c++ compiler", "nvcc", "cache", "model tiny", "model smollm2")
+    names += ("native ops", "cuda kernels", "cuda emulator")
     for name in (*names, "transformers", "matplotlib", "sphinx"):
         assert f" {name} " in text
         assert set(report[name]) == {"found", "cost"}
@@ -840,13 +842,14 @@ def test_doctor_says_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
 def test_doctor_says_what_a_missing_compiler_costs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for name in ("CXX", "CUDA_HOME"):
+    for name in ("CXX", "CUDACXX", "CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(build, "CUDA_HOMES", (str(tmp_path),))
     assert doctor.cpp_compiler().found is None and doctor.nvcc().found is None
     assert "plain torch does all the work" in doctor.cpp_compiler().cost
     assert "not compiled" in doctor.nvcc().cost
-    assert doctor.as_text([doctor.nvcc()]).startswith("- nvcc  missing · CUDA sources")
+    assert doctor.as_text([doctor.nvcc()]).startswith("- nvcc  missing · no nvcc: not on")
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "'no-such-compiler'" in doctor.cpp_compiler().cost
 
@@ -857,6 +860,8 @@ def test_doctor_finds_a_compiler_and_nvcc(monkeypatch: pytest.MonkeyPatch, tmp_p
         program.parent.mkdir(exist_ok=True)
         program.write_text(f"#!/bin/sh\nprintf '{line}'\n")
         program.chmod(0o755)
+    for name in ("CUDACXX", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     monkeypatch.setenv("CXX", str(tmp_path / "my-c++"))
     assert doctor.cpp_compiler().found == f"{tmp_path / 'my-c++'}, mine 1.2"

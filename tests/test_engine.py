@@ -144,7 +144,7 @@ def test_prefill_and_step_give_the_logits_of_the_whole_sequence(model):
     assert engine.prefill(PROMPT).shape == (1, 97)
     assert torch.allclose(engine.prefill(PROMPT)[0], right[len(PROMPT) - 1], rtol=0, atol=1e-9)
     for at in range(len(PROMPT), len(ids)):
-        got = engine.step(ids[at])
+        got = engine.extend([ids[at]])
         assert torch.allclose(got[0], right[at], rtol=0, atol=1e-9)
         assert engine.length == at + 1
 
@@ -284,7 +284,7 @@ def test_a_prompt_longer_than_the_context_is_refused(model):
             call([1] * (CONTEXT + 1))
     assert engine.length == CONTEXT
     with pytest.raises(RequestError, match=f"full: {CONTEXT} of {CONTEXT}"):
-        engine.step(1)
+        engine.extend([1])
     assert torch.equal(engine.prefill([1] * CONTEXT), before)
 
 
@@ -408,7 +408,7 @@ def test_a_bad_prompt_is_refused_and_changes_nothing(model, prompt, message):
             call(prompt)
     assert engine.length == len(PROMPT)
     right = forward(model, [*PROMPT, 9])[-1]
-    assert torch.allclose(engine.step(9)[0], right, rtol=0, atol=1e-9)
+    assert torch.allclose(engine.extend([9])[0], right, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -447,10 +447,10 @@ def test_a_bad_token_to_step_is_refused_and_changes_nothing(model, token):
     engine = Engine(model)
     engine.prefill(PROMPT)
     with pytest.raises(RequestError, match="expected"):
-        engine.step(token)
+        engine.extend([token])
     assert engine.length == len(PROMPT)
     assert torch.allclose(
-        engine.step(np.int64(9))[0], forward(model, [*PROMPT, 9])[-1], rtol=0, atol=1e-9
+        engine.extend([np.int64(9)])[0], forward(model, [*PROMPT, 9])[-1], rtol=0, atol=1e-9
     )
 
 
@@ -473,7 +473,9 @@ def test_a_bad_parameter_is_refused_by_name_and_changes_nothing(model, sampling,
         with pytest.raises(RequestError, match=message):
             call([1, 2], **sampling)
     assert engine.length == len(PROMPT)
-    assert torch.allclose(engine.step(9)[0], forward(model, [*PROMPT, 9])[-1], rtol=0, atol=1e-9)
+    assert torch.allclose(
+        engine.extend([9])[0], forward(model, [*PROMPT, 9])[-1], rtol=0, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -571,7 +573,7 @@ def test_an_unfinished_stream_never_reads_another_calls_cache(model, other):
     elif other == "prefill":
         engine.prefill([1, 2])
     elif other == "step":
-        engine.step(3)
+        engine.extend([3])
     else:  # the length is as before: a comparison of lengths would not notice
         engine.prefill([*reversed(PROMPT), 4])
         assert engine.length == len(PROMPT) + 1
@@ -604,7 +606,7 @@ def test_a_refused_call_does_not_end_an_unfinished_stream(model):
         with pytest.raises(RequestError):
             engine.generate(**refused)
     with pytest.raises(RequestError):
-        engine.step(97)
+        engine.extend([97])
     assert engine.generate([1, 2], 0)[0] == []
     assert begun + list(stream) == right
 
@@ -647,9 +649,11 @@ def test_a_step_that_failed_can_be_repeated(model):
 
     engine.model = FailsOnce()
     with pytest.raises(KeyboardInterrupt):
-        engine.step(50)
+        engine.extend([50])
     assert engine.length == len(PROMPT)
-    assert torch.allclose(engine.step(9)[0], forward(model, [*PROMPT, 9])[-1], rtol=0, atol=1e-9)
+    assert torch.allclose(
+        engine.extend([9])[0], forward(model, [*PROMPT, 9])[-1], rtol=0, atol=1e-9
+    )
 
 
 def test_stats_are_in_order(model):
@@ -907,8 +911,8 @@ def test_after_n_answers_the_engine_holds_the_prompt(model):
     answers = engine.answers(PROMPT, SamplingParams(n=3, seed=1, max_tokens=9))
     fresh.prefill(PROMPT)
     assert engine.length == len(PROMPT) and len({tuple(a.token_ids) for a in answers}) == 3
-    assert torch.equal(engine.step(5), fresh.step(5))
-    assert set(engine._kv._buffers) == {0}
+    assert torch.equal(engine.extend([5]), fresh.extend([5]))
+    assert engine._kv.rows == len(engine.seq_lens) == 1
 
 
 def test_rows_that_end_leave_the_pass():

@@ -382,7 +382,8 @@ def test_an_unknown_exercise_is_refused_with_the_known_ones():
 
 def test_every_exercise_belongs_to_a_chapter():
     chapters = {getattr(check, name).chapter for name in dir(check)}
-    assert chapters == {"00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11"}
+    notebooks = Path(__file__).parent.parent.joinpath("notebooks").glob("*_*.ipynb")
+    assert chapters == {path.name.split("_")[0] for path in notebooks}
 
 
 def test_the_smallest_lead_is_that_of_the_closest_choice():
@@ -391,9 +392,9 @@ def test_the_smallest_lead_is_that_of_the_closest_choice():
 
         def prefill(self, ids):
             self.leads = iter([3.0, 0.5, 2.0, 0.0])
-            return self.step(None)
+            return self.extend(None)
 
-        def step(self, token):
+        def extend(self, ids):
             return torch.tensor([[0.0, next(self.leads), -1.0]])
 
     assert smallest_lead(Scripted(), [0], [1, 1, 1]) == 0.5
@@ -505,3 +506,46 @@ def test_the_exercises_of_10_refuse_plausible_wrong_answers(capsys):
         assert verdict(check.prompt_ticks, wrong, capsys).startswith("not yet: ")
     assert check.longest_wait.right(range(0, 100, 10), [1, 1, 50, *[1] * 7]) == 50
     assert check.prompt_ticks.right(400, 8, 16, 10) == pytest.approx(80)
+
+
+def test_the_exercises_of_c_refuse_plausible_wrong_answers(capsys):
+    def answer(clash):
+        return lambda log: next(
+            (at for at, one in enumerate(log) for other in log[:at] if clash(one, other)), len(log)
+        )
+
+    def by_hand(one, other):
+        return one[0] != other[0] and one[2:] == other[2:] and "wrote" in (one[1], other[1])
+
+    assert verdict(check.first_race, answer(by_hand), capsys).startswith("yes: ")
+    wrongs = (
+        lambda one, other: one[0] != other[0] and one[2:] == other[2:],  # two who read
+        lambda one, other: one[2:] == other[2:] and "wrote" in (one[1], other[1]),  # itself
+        lambda one, other: by_hand(one, other) and other[1] == "wrote",  # forgets who read
+        lambda one, other: by_hand(one, other) and one[1] == "read",  # forgets who writes
+        lambda one, other: by_hand(one[:3], other[:3]),  # no barrier helps
+    )
+    for wrong in wrongs:
+        assert verdict(check.first_race, answer(wrong), capsys).startswith("not yet: ")
+
+    def remembers_the_last(log):
+        last = {}
+        for at, (thread, did, word, barriers) in enumerate(log):
+            other = last.get((word, barriers))
+            if other and other[0] != thread and "wrote" in (did, other[1]):
+                return at
+            last[word, barriers] = thread, did
+        return len(log)
+
+    def without_the_first(log):
+        return answer(by_hand)(log[1:]) + 1
+
+    for wrong in (remembers_the_last, without_the_first):
+        assert verdict(check.first_race, wrong, capsys).startswith("not yet: ")
+
+    def one_round(x):
+        return x + torch.cat([torch.zeros(1), x[:-1]])
+
+    for wrong in (torch.clone, one_round, lambda x: x.cumsum(0) - x, lambda x: x.sum().expand(300)):
+        assert verdict(check.running_sums, wrong, capsys).startswith("not yet: ")
+    assert verdict(check.running_sums, lambda x: x.cumsum(0), capsys).startswith("yes: ")

@@ -157,7 +157,7 @@ def test_a_swap_that_does_not_fit_changes_nothing():
 
 def test_the_bytes_of_a_pool_are_known():
     kv = PagedKV(CONFIG, 10, 16, torch.float32)
-    assert kv.nbytes() == 2 * L * 10 * 16 * HK * D * 4
+    assert kv.nbytes() == 2 * L * (10 + 1) * 16 * HK * D * 4  # and the scratch block
 
 
 # --- the op --------------------------------------------------------------------------------------
@@ -195,6 +195,32 @@ def test_paged_attend_is_attend_row_by_row(heads, P):
         k, v = (x[tables[r]].flatten(0, 1)[:length] for x in (keys, values))
         expected = twins.attend(q[r : r + 1], k, v, length - 1, 0.3)
         assert (ours[r] - expected[0]).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["twin", "native"])
+@pytest.mark.parametrize("C", [2, 5, 16])
+def test_several_queries_a_row_are_the_last_of_its_sequence(C, dtype):
+    """As `attend` has them; those before the first key have zeros. Unused entries are any number.
+
+    In float32 it is the native form, if it is here: with the bits of C rows of one query each.
+    """
+    lengths = [1, 4, 15, 17, 50]
+    _, keys, values, tables, n = paged_rows(lengths, 4, (6, 2, 16), dtype)
+    q = torch.randn(len(lengths), C, 6, 16, dtype=dtype, generator=torch.Generator().manual_seed(C))
+    tables[torch.arange(tables.shape[1]) * 4 >= n[:, None]] = -1
+    together = kernels.paged_attend(q.flatten(0, 1), keys, values, tables, n, 0.3).view(q.shape)
+    for r, length in enumerate(lengths):
+        slots = tables[r, torch.arange(length) // 4] * 4 + torch.arange(length) % 4
+        k, v = (x.flatten(0, 1)[slots] for x in (keys, values))
+        blind = max(C - length, 0)
+        assert (together[r, :blind] == 0).all()
+        expected = twins.attend(q[r, blind:], k, v, max(length - C, 0), 0.3)
+        bound = 1e-12 if dtype == torch.float64 else 1e-5
+        assert (together[r, blind:] - expected).abs().max() < bound
+    rows = tables.repeat_interleave(C, 0), (n[:, None] + torch.arange(1 - C, 1)).flatten()
+    alone = kernels.paged_attend(q.flatten(0, 1), keys, values, *rows, 0.3).view(q.shape)
+    if dtype == torch.float32 and native.available():
+        assert torch.equal(alone, together)
 
 
 @pytest.mark.parametrize(
@@ -303,15 +329,15 @@ def test_a_broken_row_is_nan_as_in_the_twin_and_alone(broken):
 
 
 @pytest.mark.parametrize("rows", [2, 40])  # a task a key head, and a task a row
-def test_a_row_of_length_0_is_nan_and_the_others_are_as_without_it(rows):
-    """The softmax of nothing; a padded row may have that length, and must not read anything."""
+def test_a_row_of_length_0_is_zeros_and_the_others_are_as_without_it(rows):
+    """Nothing to attend to; a padded row may have that length, and must not read anything."""
     torch.manual_seed(0)
     q, cache = torch.randn(rows, 6, 16), torch.randn(8, 4, 2, 16)
     tables = torch.arange(8).expand(rows, 8).contiguous()
     n = torch.arange(rows) % 5
     for form in (kernels.paged_attend, twins.paged_attend):
         ours = form(q, cache, cache, tables, n, 0.3)
-        assert ours[n == 0].isnan().all()
+        assert (ours[n == 0] == 0).all()
         some = n > 0
         alone = form(q[some], cache, cache, tables[some], n[some], 0.3)
         assert torch.allclose(ours[some], alone, atol=1e-6)
@@ -333,3 +359,16 @@ def test_single_tokens_are_one_op_whatever_stands_beside_them(alone, monkeypatch
     other = ContiguousKV(CONFIG, torch.float64)
     step_contiguous(other, [(0, 0, 5), (1, 0, 9)])
     assert (ours - step_contiguous(other, chunks)).abs().max() < 1e-9
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=12))
+def test_copies_are_done_as_if_one_after_the_other(pairs):
+    """A block may be given back by its copier, and be the next one's target in the same step."""
+    kv = PagedKV(CONFIG, 10, 2, torch.float64)
+    for cache in (kv.keys, kv.values):
+        cache.copy_(torch.arange(11.0)[None, :, None, None, None].expand_as(cache))
+    right = kv.keys.clone()
+    for source, target in pairs:
+        right[:, target] = right[:, source]
+    kv.copy(pairs)
+    assert torch.equal(kv.keys, right)

@@ -7,10 +7,11 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spindle.decode.stats import Stats, percentile
+from spindle.decode.stats import Stats, StepTimes, percentile
 
 
 def recorded(*events: tuple[float, int], arrival: float = 0.0, prompt_tokens: int = 7) -> Stats:
@@ -20,6 +21,16 @@ def recorded(*events: tuple[float, int], arrival: float = 0.0, prompt_tokens: in
     for _, tokens in events:
         stats.record(tokens)
     return stats
+
+
+def timed(*times: float) -> StepTimes:
+    """Steps that start and stop at these times, one after the other."""
+    clock = iter(times)
+    steps = StepTimes(torch.device("cpu"), lambda: next(clock))
+    for _ in range(len(times) // 2):
+        steps.start()
+        steps.stop()
+    return steps
 
 
 def events() -> st.SearchStrategy[list[tuple[float, int]]]:
@@ -114,6 +125,7 @@ def test_as_dict_is_json_with_units_in_its_names():
     """B99: exactly these names; each time ends in its unit, each rate in its own."""
     stats = recorded((1.0, 1), (1.1, 1), (1.4, 1))
     stats.finish_reason = "length"
+    stats.steps = timed(1.02, 1.09, 1.11, 1.38)
     got = stats.as_dict()
     assert json.loads(json.dumps(got, allow_nan=False)) == got
     assert got == {
@@ -125,6 +137,8 @@ def test_as_dict_is_json_with_units_in_its_names():
         "ttft_ms": pytest.approx(1000),
         "itl_p50_ms": pytest.approx(100),
         "itl_p99_ms": pytest.approx(300),
+        "step_p50_ms": pytest.approx(70),
+        "step_p99_ms": pytest.approx(270),
         "tok_s": pytest.approx(3 / 1.4),
         "decode_tok_s": pytest.approx(5),
     }
@@ -174,3 +188,52 @@ def test_p99_of_a_hundred_is_the_second_largest():
     assert percentile(range(100), 99) == 98
     assert percentile(range(101), 99) == 99
     assert percentile([5.0], 1) == percentile([5.0], 99) == 5.0
+
+
+def test_step_times_are_those_of_the_clock_on_a_cpu():
+    assert timed(1.0, 1.5, 2.0, 2.25).ms() == pytest.approx([500, 250])
+    assert timed().ms() == []
+
+
+def test_a_step_that_failed_has_no_time():
+    """It was started and not stopped; the next one is timed from its own start."""
+    clock = iter([1.0, 5.0, 5.5])
+    steps = StepTimes(torch.device("cpu"), lambda: next(clock))
+    steps.start()
+    steps.start()
+    steps.stop()
+    assert steps.ms() == pytest.approx([500])
+
+
+def test_on_a_gpu_a_step_is_a_pair_of_events_and_only_the_end_waits(monkeypatch):
+    log = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            log.append("record")
+            self.at = len(log)
+
+        def synchronize(self):
+            log.append(f"wait for {self.at}")
+
+        def elapsed_time(self, end):
+            return float(end.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    steps = StepTimes(torch.device("cuda"))
+    for _ in range(3):
+        steps.start()
+        steps.stop()
+    assert log == ["record"] * 6
+    assert steps.ms() == [1.0] * 3
+    assert log[6:] == ["wait for 6"]
+
+
+def test_the_summary_names_the_step_where_there_is_one():
+    stats = recorded((1.0, 1), (1.1, 1))
+    assert "step" not in stats.summary()
+    stats.steps = timed(1.0, 1.08)
+    assert stats.summary().endswith("step p50 80.0 ms")

@@ -1,8 +1,8 @@
-"""Engine: one sequence at a time. Prefill the prompt, then one token a step."""
+"""Engine: one stream, or a few rows of them. Prefill the prompt, then one token a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn
 
@@ -10,59 +10,59 @@ import torch
 from torch import Tensor
 
 from spindle.decode.logprobs import TokenLogprobs, logprob_table, token_logprobs
-from spindle.decode.params import SamplingParams, check_count, check_prompt
+from spindle.decode.params import SamplingParams
 from spindle.decode.penalties import Prefix
-from spindle.decode.sampling import SamplingRows, sample
-from spindle.decode.stats import Stats
+from spindle.decode.rows import StaticRows
+from spindle.decode.sampling import SamplingRows
+from spindle.decode.stats import Stats, StepTimes
 from spindle.decode.stream import Answer, Stream
 from spindle.errors import NumericsError, RequestError
-from spindle.kvcache.contiguous import ContiguousKV
-from spindle.kvcache.index import StepIndex
 from spindle.model.layers import Model
-from spindle.tokenizer import check_ids
 
-ROW = 0  # this engine's only sequence
 # max_new_tokens, `answers` and `stream_text` have these.
 ELSEWHERE = ("max_tokens", "n", "best_of", "stop")
 OPTIONS = ["max_new_tokens", *(f.name for f in fields(SamplingParams) if f.name not in ELSEWHERE)]
 
 
-class Engine:
-    """Runs one sequence through a model over a KV cache of its own.
+class Engine(StaticRows):
+    """Runs a sequence, or `rows` of them, through a model over a static cache of its own.
 
-    max_seq_len: prompt and answer together, in tokens; by default what the model has positions for.
-    prefill_chunk: tokens of a prompt that go through the model at once; it bounds the memory for
-    attention scores and changes no result. Raises RequestError for a length that cannot be.
+    max_seq_len: prompt and answer together, in tokens a row; by default what the model has
+    positions for. prefill_chunk: tokens of a prompt that go through the model at once; it bounds
+    the memory for attention scores and changes no result. keep_probs: `step` also keeps the
+    distributions that it drew from. Raises RequestError for a number that cannot be.
     """
 
     def __init__(
-        self, model: Model, max_seq_len: int | None = None, prefill_chunk: int = 512
+        self,
+        model: Model,
+        max_seq_len: int | None = None,
+        prefill_chunk: int = 512,
+        rows: int = 1,
+        keep_probs: bool = False,
     ) -> None:
-        limit = model.config.max_positions
-        self.model = model
-        self.max_seq_len = check_count("max_seq_len", limit if max_seq_len is None else max_seq_len)
-        self.prefill_chunk = check_count("prefill_chunk", prefill_chunk)
-        if self.max_seq_len > limit:
+        super().__init__(model, max_seq_len, prefill_chunk, rows, keep_probs)
+
+    def begin(
+        self, prompts: Sequence[Iterable[int]], params: SamplingParams | Sequence[SamplingParams]
+    ) -> Tensor:
+        """Start the first R rows over; returns the token that follows each prompt, [R].
+
+        params: for all rows, or one a row; what ends an answer is the caller's to look for. The
+        tokens are on the device, and `step` goes on from them. RequestError before anything runs.
+        """
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts) or not 1 <= len(prompts) <= self.rows:
             raise RequestError(
-                f"max_seq_len={max_seq_len}: the model has {model.config.positions_in_words()}"
+                f"{len(prompts)} prompts and {len(each)} parameters; expected as many of both, 1 "
+                f"to {self.rows}, which are the engine's rows"
             )
-        self.length = 0  # tokens stored in the cache
-        self._kv = ContiguousKV(model.config, model.dtype, model.device)
-        self._extensions = 0  # of the sequence, by whomever: a stream sees if it was not alone
-
-    def prefill(self, ids: Iterable[int]) -> Tensor:
-        """Start over with this prompt; returns the logits [1, V] that follow it."""
-        prompt = self._checked(ids)
-        self._kv.release(ROW)
-        self.length = 0
-        return self._extend(prompt)
-
-    def step(self, token: int) -> Tensor:
-        """Append one token to the sequence; returns the logits [1, V] that follow it."""
-        ids = check_ids([token], self.model.config.vocab_size, start=self.length)
-        if self.length >= self.max_seq_len:
-            raise RequestError(f"the sequence is full: {self.length} of {self.max_seq_len} tokens")
-        return self._extend(ids)
+        checked = [self._checked(ids) for ids in prompts]
+        for one in each:
+            self._check_single(one)
+        each = [self._checked_params(one) for one in each]
+        logits = [self.prefill(ids, row) for row, ids in enumerate(checked)]
+        return self._draw(torch.cat(logits), self._sampling(each, [0] * len(each), checked))
 
     def generate(
         self, ids: Iterable[int], max_new_tokens: int | None = 16, **sampling: Any
@@ -97,8 +97,7 @@ class Engine:
 
     def stream_with(self, ids: Iterable[int], params: SamplingParams) -> Stream:
         """Like `stream`, for parameters that are made already. RequestError: for more answers."""
-        if params.n != 1:
-            raise RequestError(f"n={params.n}: a stream is one answer; use Engine.answers for more")
+        self._check_single(params)
         return next(self.streams(ids, params))
 
     def answers(self, ids: Iterable[int], params: SamplingParams) -> list[Answer]:
@@ -122,97 +121,123 @@ class Engine:
         """
         params.check_stream("answers")
         prompt, params = self._checked(ids), self._checked_params(params)
-        after_prompt: list[Tensor] = []
+        held: list[
+            tuple[int, Tensor]
+        ] = []  # the rewinds so far, the logits [1, V] after the prompt
 
         def start() -> Tensor:
-            if not after_prompt:
-                after_prompt.append(self.prefill(prompt))
-            self.length = len(prompt)  # to rewind is to be shorter; the rest is written anew
-            return after_prompt[0]
+            if held and held[0][0] == self._rewinds:  # the prompt is still there: nobody else came
+                after_prompt = held[0][1]
+                self.rewind(len(prompt))
+            else:
+                after_prompt = self.prefill(prompt)
+            held[:] = [(self._rewinds, after_prompt)]
+            return after_prompt
 
-        runs = (self._run(prompt, params, sample) for sample in range(params.n))
-        return (Stream(self._tokens(r, start), r.stats, r.logprobs, prompt) for r in runs)
+        runs = (self._run_of(prompt, params, sample) for sample in range(params.n))
+        return (Stream(self._tokens(r, prompt, start), r.stats, r.logprobs, prompt) for r in runs)
 
     def _together(self, ids: Iterable[int], params: SamplingParams) -> list[Answer]:
-        """All answers at once: row n of the cache is that of answer n, all of one length."""
+        """All answers at once, each a row of the cache; those that have ended leave the steps."""
         prompt, params = self._checked(ids), self._checked_params(params)
-        runs = [self._run(prompt, params, sample) for sample in range(params.n)]
+        n, steps = params.n, StepTimes(self.model.device)
+        runs = [self._run_of(prompt, params, sample, steps) for sample in range(n)]
         if runs[0].limit > 0:
             after_prompt = self.prefill(prompt)  # [1, V]
             try:
-                self._run_rows(runs, after_prompt)
+                self._make_room(n, len(prompt))
+                sampling = self._sampling([params] * n, range(n), [prompt] * n)
+                self._run_rows(runs, after_prompt, sampling)
             finally:
-                for row in range(1, params.n):
-                    self._kv.release(row)
-                self.length = len(prompt)
+                if self._kv.rows > self.rows:
+                    self._resize(self.rows, self._kv.capacity)
+                self.rewind(len(prompt))
         return [run.answer() for run in runs]
 
-    def _run_rows(self, runs: list[_Run], after_prompt: Tensor) -> None:
-        for row in range(1, len(runs)):
-            self._kv.fork(ROW, row)
-        live, logits = dict(enumerate(runs)), after_prompt.expand(len(runs), -1)  # [R, V]
+    def _run_rows(self, runs: list[_Run], after_prompt: Tensor, sampling: SamplingRows) -> None:
+        """Run to the ends. A recorded step keeps its number of rows: what they say is not heard."""
+        live = list(runs)  # of row 0, row 1, ...
+        for row in range(1, len(live)):
+            self._copy_row(0, row)
+        tokens = self._draw(after_prompt.expand(len(live), -1), sampling)
         while True:
-            for run, its in zip(live.values(), logits.split(1), strict=True):
-                token = self._pick(its, run)
-                run.stats.record()
-                self._note_the_end(token, run)
-            live = {row: run for row, run in live.items() if run.stats.finish_reason is None}
-            if not live:
+            self._take(tokens, live)
+            gone = [row for row, run in enumerate(live) if run.stats.finish_reason is not None]
+            if len(gone) == len(live):
                 return
-            logits = self._extend_rows(list(live), [run.token_ids[-1] for run in live.values()])
+            if gone and not self.recorded:
+                tokens = self._without(gone, live)
+            self.times = live[0].stats.steps
+            tokens = self.step(tokens)
 
-    def _run(self, prompt: list[int], params: SamplingParams, sample: int) -> _Run:
+    def _without(self, gone: list[int], live: list[_Run]) -> Tensor:
+        """Take rows out: the last ones move to where they were. Returns the tokens [R] left."""
+        step, order = self._drawn(), list(range(len(live)))
+        for row in reversed(gone):
+            last = len(live) - 1
+            if row != last:
+                self._copy_row(last, row)
+            live[row], order[row] = live[last], order[last]
+            del live[last], order[last]
+        which = torch.tensor(order, device=step.tokens.device)
+        return self._go_on(step.tokens[which], step.sampling.select(which))
+
+    def _run_of(
+        self, prompt: list[int], params: SamplingParams, sample: int, steps: StepTimes | None = None
+    ) -> _Run:
         assert params.seed is not None
-        room, config = self.max_seq_len - len(prompt), self.model.config
-        rows = SamplingRows.of(
-            [params],
-            self.model.device,
-            [sample],
-            [Prefix(prompt)],
-            config.eos_ids,
-            config.vocab_size,
-        )
+        room = self.max_seq_len - len(prompt)
         limit = room if params.max_tokens is None else min(room, params.max_tokens)
-        stats = Stats(len(prompt), params.seed)
+        stats = Stats(len(prompt), params.seed, steps=steps or StepTimes(self.model.device))
         if limit == 0:
             stats.finish_reason = "length"
-        return _Run(params, rows, limit, stats, None if params.logprobs is None else [])
+        return _Run(params, sample, limit, stats, None if params.logprobs is None else [])
 
-    def _tokens(self, run: _Run, start: Callable[[], Tensor]) -> Generator[int, None, None]:
+    def _sampling(
+        self, params: Sequence[SamplingParams], samples: Sequence[int], prompts: Sequence[list[int]]
+    ) -> SamplingRows:
+        prefixes, config = [Prefix(prompt) for prompt in prompts], self.model.config
+        of_model = (config.eos_ids, config.vocab_size)
+        return SamplingRows.of(params, self.model.device, samples, prefixes, *of_model)
+
+    def _tokens(
+        self, run: _Run, prompt: list[int], start: Callable[[], Tensor]
+    ) -> Generator[int, None, None]:
         """The answer's ids; `start` runs the prompt and gives the logits [1, V] that follow it."""
         if run.limit == 0:
             return
-        logits = start()
+        sampling = self._sampling([run.params], [run.sample], [prompt])
+        tokens = self._draw(start(), sampling)
         while True:
-            extensions = self._extensions
-            token = self._pick(logits, run)
-            run.stats.record()
-            self._note_the_end(token, run)
-            yield token
+            changes = self.changes
+            self._take(tokens, [run])
+            yield run.token_ids[-1]
             if run.stats.finish_reason is not None:
                 return
-            if self._extensions != extensions:
+            if self.changes != changes:
                 raise RequestError(
                     "the engine was given other tokens before this stream had ended; one stream "
                     "at a time, or an engine each"
                 )
-            logits = self.step(token)
+            self.times = run.stats.steps
+            tokens = self.step(tokens)
 
-    def _pick(self, logits: Tensor, run: _Run) -> int:
-        """The next token: counted in the rows, its log-probabilities noted if asked for."""
-        tokens = sample(logits, run.rows, torch.tensor([self.length], device=logits.device))  # [1]
-        columns = tokens[:, None, None]
-        if run.params.logprobs is not None:
-            columns = logprob_table(logits, tokens, run.params.logprobs)
-        row = columns[0].tolist()  # the one copy from the device
-        token = int(row[0][0])
-        if token < 0:
-            self._refuse_logits(logits)
-        if run.logprobs is not None:
-            run.logprobs.append(token_logprobs(row))
-        run.rows.append(tokens)
-        run.token_ids.append(token)
-        return token
+    def _take(self, tokens: Tensor, runs: list[_Run]) -> None:
+        """Read the tokens [R] that were drawn, with their log-probabilities if asked for."""
+        k = runs[0].params.logprobs
+        columns = tokens[:, None, None] if k is None else logprob_table(self.logits, tokens, k)
+        rows = columns.tolist()  # the one copy from the device
+        for row, (run, values) in enumerate(zip(runs, rows, strict=True)):
+            if run.stats.finish_reason is not None:
+                continue
+            token = int(values[0][0])
+            if token < 0:
+                self._refuse_logits(row)
+            if run.logprobs is not None:
+                run.logprobs.append(token_logprobs(values))
+            run.token_ids.append(token)
+            run.stats.record()
+            self._note_the_end(token, run)
 
     def _note_the_end(self, token: int, run: _Run) -> None:
         """Set the reasons if this token is the last: an EOS, a stop id, or as many as may be."""
@@ -222,9 +247,9 @@ class Engine:
         elif stats.new_tokens == run.limit:
             stats.finish_reason = "length"
 
-    def _refuse_logits(self, logits: Tensor) -> NoReturn:
-        where = f"the logits for position {self.length}"
-        if logits.amax().isfinite():
+    def _refuse_logits(self, row: int) -> NoReturn:
+        where = f"the logits for position {self.lengths[row]}"
+        if self.logits[row].amax().isfinite():
             raise NumericsError(
                 f"{where} leave nothing to sample: only tokens that would end the answer are "
                 "possible, and min_tokens forbids them; lower min_tokens"
@@ -234,25 +259,10 @@ class Engine:
             "at fault"
         )
 
-    def _extend(self, ids: list[int]) -> Tensor:
-        """Run ids on top of what is stored, a chunk at a time; logits [1, V] of the last one."""
-        self._extensions += 1
-        for at in range(0, len(ids), self.prefill_chunk):
-            chunk = ids[at : at + self.prefill_chunk]
-            index = StepIndex.of([(ROW, self.length, len(chunk))], self.model.device)
-            tokens = torch.tensor(chunk, device=self.model.device)
-            hidden = self.model(tokens, self._kv.view(index))  # [T, E]
-            self.length += len(chunk)
-        return self.model.logits(hidden[-1:])
-
-    def _extend_rows(self, rows: list[int], tokens: list[int]) -> Tensor:
-        """One token on top of each of these rows; the logits [R, V] that follow."""
-        self._extensions += 1
-        index = StepIndex.of([(row, self.length, 1) for row in rows], self.model.device)
-        ids = torch.tensor(tokens, device=self.model.device)
-        hidden = self.model(ids, self._kv.view(index))  # [R, E]
-        self.length += 1
-        return self.model.logits(hidden)
+    def _check_single(self, params: SamplingParams) -> None:
+        params.check_stream("answers")
+        if params.n != 1:
+            raise RequestError(f"n={params.n}: a stream is one answer; use Engine.answers for more")
 
     def _checked_params(self, params: SamplingParams) -> SamplingParams:
         """The parameters with a seed; RequestError for what token ids alone cannot honour."""
@@ -264,16 +274,13 @@ class Engine:
         params.check_ids(self.model.config.vocab_size)
         return params.seeded()
 
-    def _checked(self, ids: Iterable[int]) -> list[int]:
-        return check_prompt(ids, self.model.config.vocab_size, self.max_seq_len)
-
 
 @dataclass(frozen=True)
 class _Run:
     """One answer on its way: what was asked for, and the records that grow with it."""
 
     params: SamplingParams
-    rows: SamplingRows  # of one row
+    sample: int  # which of the n answers
     limit: int  # tokens at most
     stats: Stats
     logprobs: list[TokenLogprobs] | None

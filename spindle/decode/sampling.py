@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ class SamplingRows:
     greedy: bool  # whether all rows are greedy
     min_tokens: MinTokens | None = None
     penalties: Penalties | None = None
+    fixed_shapes: bool = False  # on a CPU, too, where shapes that follow the values are faster
 
     @staticmethod
     def of(
@@ -93,12 +95,45 @@ class SamplingRows:
         if self.penalties is not None:
             self.penalties.append(tokens)
 
+    @property
+    def kind(self) -> tuple[bool, ...]:
+        """What decides, once for a step, which operations it has."""
+        penalised = self.penalties is not None
+        return (self.filtered, self.greedy, self.min_tokens is not None, penalised)
+
+    def load(self, other: SamplingRows) -> None:
+        """Take over the values of other rows, as many, and of the same kind; tensors stay."""
+        assert other.kind == self.kind, (other.kind, self.kind)
+        for mine, its in zip(self.tensors(), other.tensors(), strict=True):
+            mine.copy_(its)
+
+    def select(self, which: Tensor) -> SamplingRows:
+        """The rows `which` [n] in that order, with all that was counted for them; a copy."""
+        new: dict[str, Any] = {name: x[which] for name, x in _tensors(self).items()}
+        if self.min_tokens is not None:
+            of = _tensors(self.min_tokens)
+            new["min_tokens"] = MinTokens(**{name: x[which] for name, x in of.items()})
+        if self.penalties is not None:
+            of = _tensors(self.penalties)
+            new["penalties"] = Penalties(**{name: x[which] for name, x in of.items()})
+        return replace(self, **new)
+
+    def tensors(self) -> list[Tensor]:
+        """All of them, those of what was counted too."""
+        parts = (self, self.min_tokens, self.penalties)
+        return [x for part in parts if part is not None for x in _tensors(part).values()]
+
     def at(self, which: Tensor) -> SamplingRows:
         """The rows `which` [n] of those whose logits have been adjusted; reads their values."""
         names = ("temperature", "top_k", "top_p", "min_p", "seed", "sample")
         columns = {name: getattr(self, name)[which] for name in names}
         cuts = (columns["top_p"] < 1) | (columns["top_k"] < torch.iinfo(torch.int64).max)
         return replace(self, **columns, filtered=bool(cuts.any()), min_tokens=None, penalties=None)
+
+
+def _tensors(part: SamplingRows | MinTokens | Penalties) -> dict[str, Tensor]:
+    values = {field.name: getattr(part, field.name) for field in fields(part)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def sample(logits: Tensor, rows: SamplingRows, position: Tensor) -> Tensor:
@@ -148,9 +183,11 @@ def _drawn(logits: Tensor, rows: SamplingRows, u: Tensor, C: int) -> Tensor:
     """Adjusted logits [R, V] -> the ids that `inverse_cdf` finds at u [R] in what is `_filtered`.
 
     To sort all of V would be most of a step on a CPU. So there a row's likeliest C tokens are tried
-    first, and more of them for the rows that these do not settle. Greedy rows get any id.
+    first, and more of them for the rows that these do not settle, unless all shapes are to be the
+    same at every step: the ids are. Greedy rows get any id.
     """
-    if logits.device.type != "cpu" or not rows.filtered or C >= logits.shape[-1]:
+    fixed = rows.fixed_shapes or logits.device.type != "cpu"
+    if fixed or not rows.filtered or C >= logits.shape[-1]:
         return inverse_cdf(_filtered(logits, rows), u)
     tokens, settled = _drawn_of_likeliest(logits, rows, u, C)
     rest = (~settled & (rows.temperature > 0)).nonzero().squeeze(1)
@@ -230,7 +267,7 @@ def _in_nucleus(before: Tensor, rows: SamplingRows) -> Tensor:
     The smallest set that reaches top_p (Holtzman et al. 2019, section 3.1).
     """
     keep = (before < rows.top_p[:, None]) | (rows.top_p[:, None] >= 1)
-    keep[:, 0] = True  # also when top_p is so small that float32 calls it 0
+    keep[:, 0].fill_(True)  # also when top_p is so small that float32 calls it 0
     return keep
 
 

@@ -11,14 +11,20 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 
 class Stats:
     """One answer's times: the engine calls `record` as tokens arrive, the rest only reads."""
 
     def __init__(
-        self, prompt_tokens: int, seed: int = 0, clock: Callable[[], float] = time.perf_counter
+        self,
+        prompt_tokens: int,
+        seed: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+        steps: StepTimes | None = None,
     ) -> None:
-        self.prompt_tokens, self.seed = prompt_tokens, seed
+        self.prompt_tokens, self.seed, self.steps = prompt_tokens, seed, steps
         self.new_tokens = 0
         self.finish_reason: str | None = None  # "stop" | "length" | "abort" | "error", at the end
         self.stop_reason: int | str | None = None  # the stop id or string; None for an EOS
@@ -62,8 +68,18 @@ class Stats:
         gaps = self.itl_ms
         return len(gaps) / sum(gaps) * 1e3 if sum(gaps) > 0 else None
 
+    @property
+    def step_ms(self) -> list[float]:
+        """How long each step after the prompt took on the device; empty where no engine says so.
+
+        An inter-token latency is a step and what the host did beside it. Answers that are made
+        together have their steps in common, the first of them.
+        """
+        return self.steps.ms()[: self.new_tokens - 1] if self.steps and self.new_tokens else []
+
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
+        step_ms = self.step_ms
         return {
             "prompt_tokens": self.prompt_tokens,
             "new_tokens": self.new_tokens,
@@ -73,6 +89,8 @@ class Stats:
             "ttft_ms": self.ttft_ms,
             "itl_p50_ms": percentile(self.itl_ms, 50),
             "itl_p99_ms": percentile(self.itl_ms, 99),
+            "step_p50_ms": percentile(step_ms, 50),
+            "step_p99_ms": percentile(step_ms, 99),
             "tok_s": self.tok_s,
             "decode_tok_s": self.decode_tok_s,
         }
@@ -87,7 +105,48 @@ class Stats:
         p50, p99 = percentile(self.itl_ms, 50), percentile(self.itl_ms, 99)
         if p50 is not None and p99 is not None:
             parts.append(f"itl p50 {p50:.1f} ms, p99 {p99:.1f} ms")
+        step_ms = percentile(self.step_ms, 50)
+        if step_ms is not None:
+            parts.append(f"step p50 {step_ms:.1f} ms")
         return " · ".join(parts)
+
+
+class StepTimes:
+    """How long steps take on their device, at no cost while they run.
+
+    On a GPU a pair of events is put into the stream around each step, and nobody waits: the times
+    are there once the last event is. On a CPU it is a clock that never runs backwards.
+    """
+
+    def __init__(
+        self, device: torch.device, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._of_gpu, self._clock = device.type == "cuda", clock
+        self._started: Any = None
+        self._pairs: list[tuple[Any, Any]] = []  # of events, or of times in seconds
+
+    def start(self) -> None:
+        """A step begins. One that was not stopped is forgotten."""
+        self._started = self._now()
+
+    def stop(self) -> None:
+        """It has been asked for in full."""
+        self._pairs.append((self._started, self._now()))
+
+    def ms(self) -> list[float]:
+        """The milliseconds of each step so far; on a GPU this waits for the last of them."""
+        if not self._of_gpu:
+            return [(end - start) * 1e3 for start, end in self._pairs]
+        if self._pairs:
+            self._pairs[-1][1].synchronize()
+        return [start.elapsed_time(end) for start, end in self._pairs]
+
+    def _now(self) -> Any:
+        if not self._of_gpu:
+            return self._clock()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
 def percentile(values: Sequence[float], p: float) -> float | None:

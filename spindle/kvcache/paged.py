@@ -19,6 +19,9 @@ class PagedKV:
     A cache has no clock and owns no table: a step brings its StepIndex and the tables of its
     sequences, whose slots have been reserved. Keys are stored after RoPE. Slots that belong to no
     sequence may hold anything, NaN too. `host_blocks`: room in host memory for swapped sequences.
+
+    Behind the pool's blocks is one more, `scratch`, which belongs to nobody: rows that only fill up
+    a step of a fixed size write there.
     """
 
     def __init__(
@@ -33,7 +36,9 @@ class PagedKV:
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size, prefix_cache)
         self.host = BlockPool(host_blocks, block_size, False) if host_blocks else None
-        shape = (2, config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        self.scratch = num_blocks
+        heads = (config.num_kv_heads, config.head_dim)
+        shape = (2, config.num_layers, num_blocks + 1, block_size, *heads)
         self.keys, self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.layers = list(zip(self.keys, self.values, strict=True))  # the same, layer by layer
         there = (*shape[:2], host_blocks, *shape[3:])
@@ -44,10 +49,19 @@ class PagedKV:
         """The two verbs on this step; `tables` are those of the index's rows, in its order."""
         return PagedView(self, index, [table.blocks for table in tables])
 
+    def decode(
+        self, positions: Tensor, slots: Tensor, tables: Tensor, lengths: Tensor
+    ) -> DecodeView:
+        """The two verbs on one token a row, where all of this is the caller's, on the device.
+
+        positions, slots, lengths [R]; tables [R, B], wide enough for the longest row there will be.
+        They are read when the step is run, so one view serves all steps.
+        """
+        return DecodeView(self, positions, slots, tables, lengths)
+
     def copy(self, copies: Iterable[Copy]) -> None:
         """Do what a `reserve` asked for, before the step that writes."""
-        pairs = list(copies)
-        if pairs:
+        for pairs in _at_once(list(copies)):
             source, target = torch.tensor(pairs, device=self.keys.device).unbind(1)
             for cache in (self.keys, self.values):
                 kernels.copy_blocks(cache, source, target)
@@ -73,6 +87,23 @@ class PagedKV:
         out, into = torch.tensor(pairs).unbind(1)
         for here, there in zip(source, target, strict=True):
             there[:, into.to(there.device)] = here[:, out.to(here.device)].to(there.device)
+
+
+def _at_once(copies: list[Copy]) -> list[list[Copy]]:
+    """The copies in runs whose order is of no account: no block is written and then used again.
+
+    A step may give a block back after it was copied from, and take it for another's copy.
+    """
+    runs: list[list[Copy]] = []
+    read, written = set[int](), set[int]()
+    for source, target in copies:
+        if not runs or source in written or target in written or target in read:
+            runs.append([])
+            read, written = set(), set()
+        runs[-1].append((source, target))
+        read.add(source)
+        written.add(target)
+    return runs
 
 
 class PagedView:
@@ -142,3 +173,24 @@ class PagedView:
         blocks = -(-length // cache.shape[1])
         found = cache[torch.tensor(table[:blocks], device=self._device)]  # [B, P, Hk, D]
         return found.flatten(0, 1)[:length]
+
+
+class DecodeView:
+    """Steps of one token for each of R rows, whose places are read from tensors at every step."""
+
+    def __init__(
+        self, kv: PagedKV, positions: Tensor, slots: Tensor, tables: Tensor, lengths: Tensor
+    ) -> None:
+        self._kv, self.positions = kv, positions  # [R]
+        self._slots, self._tables, self._lengths = slots, tables, lengths  # [R], [R, B], [R]
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store k, v [R, Hk, D] of this step's tokens in their slots."""
+        keys, values = self._kv.layers[layer]
+        kernels.write_kv(keys, self._slots, k)
+        kernels.write_kv(values, self._slots, v)
+
+    def attend(self, layer: int, q: Tensor, scale: float) -> Tensor:
+        """Attention of q [R, H, D] over its own sequence, as far as its length -> [R, H, D]."""
+        keys, values = self._kv.layers[layer]  # [N, P, Hk, D] each
+        return kernels.paged_attend(q, keys, values, self._tables, self._lengths, scale)

@@ -15,7 +15,6 @@ from torch import Tensor
 from spindle import kernels
 from spindle.config import ModelConfig
 from spindle.errors import RequestError
-from spindle.kernels import native
 from spindle.kernels.twins import wide
 
 
@@ -133,8 +132,8 @@ class StaticView:
         self._slot = torch.arange(S, device=device)  # [S]
         self._first = row * S  # [R, 1] each row's slot 0 among the slots of all rows
         self._ahead = torch.arange(count, device=device)  # [C]
-        self._tables = row.repeat_interleave(count, dim=0)  # [T, 1] a row is one block of S slots
-        self._in_place = _in_place(kv.keys)
+        self._tables = row  # [R, 1] a row is one block of S slots
+        self._in_place = kernels.attends_in_place(kv.keys, count)  # the twin would copy it
 
     def begin(self) -> StaticView:
         """Open a step at the lengths as they are now: its positions, slots and mask."""
@@ -143,7 +142,7 @@ class StaticView:
         self.positions = at.flatten()
         self._slots = (self._first + at).flatten()  # [T]
         if self._in_place:
-            self._lengths = self.positions + 1  # [T]
+            self._lengths = at[:, -1] + 1  # [R] what the row's last token sees
         else:
             self._hidden = self._slot > at[:, :, None]  # [R, C, S]
         return self
@@ -157,15 +156,10 @@ class StaticView:
     def attend(self, layer: int, q: Tensor, scale: float) -> Tensor:
         """Attention of q [T, H, D] over its own row up to its own position -> [T, H, D]."""
         keys, values = self._kv.layers[layer]
-        if self._in_place:  # each token is a row of its own, with the bits that it has alone
+        if self._in_place:
             return kernels.paged_attend(q, keys, values, self._tables, self._lengths, scale)
         R = len(self._first)
         return attend_chunks(q, keys[:R], values[:R], self._hidden, scale)
-
-
-def _in_place(cache: Tensor) -> bool:
-    """Whether `kernels.paged_attend` reads the cache where it lies; its twin would copy it."""
-    return native.takes(cache)
 
 
 def attend_chunks(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scale: float) -> Tensor:

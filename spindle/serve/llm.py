@@ -17,6 +17,7 @@ from tqdm import tqdm
 from spindle import hub
 from spindle.decode.beam import Beam
 from spindle.decode.detokenize import AnswerText
+from spindle.decode.graphs import Recorder, cuda_graph
 from spindle.decode.params import SamplingParams, check_count, check_prompt, check_real
 from spindle.errors import RequestError, shown
 from spindle.kvcache.blocks import BlockTable
@@ -26,6 +27,7 @@ from spindle.model.weights import load_hf
 from spindle.serve.deltas import DeltaStream
 from spindle.serve.interrupts import held_back
 from spindle.serve.outputs import RequestOutput, output_of
+from spindle.serve.recorded import RecordedDecodes
 from spindle.serve.request import Request, Sequence
 from spindle.serve.room import check_memory, default_blocks
 from spindle.serve.runner import Output, Runner
@@ -42,8 +44,10 @@ class LLM:
     needed for text). num_blocks: by default room for max_seqs sequences of max_model_len tokens,
     within a quarter of the free memory. max_seqs sequences run at once, max_batch_tokens rows go
     through the model in a step. preemption "swap": `host_blocks` of host memory, by default as
-    many as num_blocks. trace: keep the last N plans. Raises RequestError for what cannot be. An LLM
-    is for one thread at a time: whoever shares it among several holds a lock.
+    many as num_blocks. graphs: replay steps in which each sequence gets one token, instead of
+    running them; by default on a GPU, and on a GPU alone. trace: keep the last N plans. Raises
+    RequestError for what cannot be. An LLM is for one thread at a time: whoever shares it among
+    several holds a lock.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class LLM:
         preemption: str = "recompute",
         policy: str = "continuous",
         host_blocks: int | None = None,
+        graphs: bool | Recorder | None = None,
         trace: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -106,7 +111,7 @@ class LLM:
             preemption=preemption,
             policy=policy,
         )
-        self._runner = Runner(model, self._kv)
+        self._runner = Runner(model, self._kv, self._recorded(graphs, max_seqs))
         self._clock, self._orders = clock, count()
         self._requests: dict[str, Request] = {}
         self._ended: list[Request] = []  # without having been run
@@ -300,7 +305,8 @@ class LLM:
         """How things stand: sequences waiting and running, and the blocks of the pool.
 
         `blocks_named` counts a block once for every sequence that has it (the logical blocks),
-        `blocks_held` once (the physical ones).
+        `blocks_held` once (the physical ones). `steps` so far, and those of them that were
+        `replayed`.
         """
         pool = self._kv.pool
         return {
@@ -311,9 +317,23 @@ class LLM:
             "blocks_cached": pool.cached,
             "blocks_held": pool.num_blocks - pool.free,
             "blocks_named": sum(len(one.table.blocks) for one in self.scheduler.running),
+            "steps": self._runner.steps,
+            "replayed": self._runner.replayed,
         }
 
     # --- the parts of the above -----------------------------------------------------------------
+
+    def _recorded(self, wanted: bool | Recorder | None, max_seqs: int) -> RecordedDecodes | None:
+        """What replays steps; None where they are run. A recorder may be given: for tests."""
+        if wanted is not None and not isinstance(wanted, bool) and not callable(wanted):
+            raise RequestError(f"graphs={shown(wanted)}: expected True, False or None")
+        here = self.model.device.type
+        if wanted is True and here != "cuda":
+            raise RequestError(f"graphs=True: nothing is captured on a {here}; expected a GPU")
+        if wanted is False or (wanted is None and here != "cuda"):
+            return None
+        record = wanted if callable(wanted) else cuda_graph
+        return RecordedDecodes(self.model, self._kv, record, max_seqs, self.max_model_len)
 
     def _run_to_the_end(
         self, queue: Callable[[list[str]], None], progress: bool = False

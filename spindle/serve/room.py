@@ -13,16 +13,16 @@ def default_blocks(model: Model, block_size: int, max_seqs: int, max_model_len: 
     """Room for all sequences at their longest, within a quarter of the free memory."""
     block_bytes, free = _block_bytes(model, block_size), _free_bytes(model.device)
     if model.device.type == "cuda":
-        return max(1, int(0.9 * free) // block_bytes)
+        return max(1, int(0.9 * free) // block_bytes - 1)  # and the scratch block
     most = max_seqs * -(-max_model_len // block_size)
-    return max(1, min(most, free // 4 // block_bytes))
+    return max(1, min(most, free // 4 // block_bytes - 1))
 
 
 def check_memory(model: Model, num_blocks: int, host_blocks: int, block_size: int) -> None:
     """RequestError, with the numbers, for a pool that is larger than the free memory."""
     block_bytes, here = _block_bytes(model, block_size), model.device
     cpu = torch.device("cpu")
-    blocks = {here: num_blocks} | {cpu: host_blocks + (num_blocks if here == cpu else 0)}
+    blocks = {here: num_blocks + 1} | {cpu: host_blocks + (num_blocks + 1) * (here == cpu)}
     for device, number in blocks.items():
         free = _free_bytes(device)
         if number * block_bytes > free:

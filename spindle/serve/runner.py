@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 
@@ -12,6 +13,7 @@ from spindle.decode.sampling import SamplingRows, sample
 from spindle.kvcache.index import StepIndex
 from spindle.kvcache.paged import PagedKV
 from spindle.model.layers import Model
+from spindle.serve.recorded import RecordedDecodes
 from spindle.serve.request import Request
 from spindle.serve.scheduler import Chunk, Plan
 
@@ -26,10 +28,14 @@ class Output:
 
 
 class Runner:
-    """Carries out plans on one model over one paged cache; it decides nothing."""
+    """Carries out plans on one model over one paged cache; it decides nothing.
 
-    def __init__(self, model: Model, kv: PagedKV) -> None:
-        self.model, self.kv = model, kv
+    `steps` counts those that were run, `replayed` those of them that a recorder had recorded.
+    """
+
+    def __init__(self, model: Model, kv: PagedKV, recorded: RecordedDecodes | None = None) -> None:
+        self.model, self.kv, self.recorded = model, kv, recorded
+        self.steps = self.replayed = 0
 
     def move(self, plan: Plan) -> None:
         """Do what the plan's tables take for done: blocks are swapped out, swapped in, copied."""
@@ -39,37 +45,57 @@ class Runner:
 
     def run(self, plan: Plan) -> list[Output]:
         """The plan's pass, after its moves; one output a chunk, empty where nothing is sampled."""
-        chunks, device = plan.chunks, self.model.device
+        chunks, outputs = plan.chunks, [Output([], []) for _ in plan.chunks]
+        rows = [(n, sample) for n, c in enumerate(chunks) if c.samples for sample in _samples(c)]
+        self.steps += 1
+        if self.recorded is not None and self._are_decodes(chunks, rows):
+            logits, tokens = self.recorded.run(chunks)
+            self.replayed += 1
+        else:
+            logits, tokens = self._run(chunks, rows)
+        if rows:
+            self._give(outputs, chunks, rows, logits, tokens)
+        return outputs
+
+    def _are_decodes(self, chunks: tuple[Chunk, ...], rows: list[tuple[int, int]]) -> bool:
+        """Whether each chunk is one token from which one answer goes on, and there is a bucket."""
+        single = all(c.count == 1 and not c.filler for c in chunks)
+        own = [(n, chunk.sequence.sample) for n, chunk in enumerate(chunks)]
+        assert self.recorded is not None
+        return single and rows == own and self.recorded.takes(len(chunks))
+
+    def _run(
+        self, chunks: tuple[Chunk, ...], rows: list[tuple[int, int]]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The pass; of the last row of each chunk that samples, logits [R, V] and tokens [R].
+
+        rows: (chunk, which answer), as many for a chunk as answers begin there. The logits of
+        fillers are computed behind them, and not looked at: a padded batch has them too.
+        """
+        device = self.model.device
         index = StepIndex.of([(n, c.start, c.count) for n, c in enumerate(chunks)], device)
         view = self.kv.view(index, [chunk.sequence.table for chunk in chunks])
         ids = [i for c in chunks for i in c.sequence.ids[c.start : c.start + c.count]]
         hidden = self.model(torch.tensor(ids, device=device), view)  # [T, E]
-        return self._sample(chunks, hidden)
-
-    def _sample(self, chunks: tuple[Chunk, ...], hidden: torch.Tensor) -> list[Output]:
-        """Logits of the last row of each chunk that samples, once for each answer it begins.
-
-        Those of fillers are computed behind them, and not looked at: a padded batch has them too.
-        """
-        ends, at = [], -1
-        for chunk in chunks:
-            at += chunk.count
-            ends.append(at)
-        rows = [
-            (n, sample)
-            for n, chunk in enumerate(chunks)
-            if chunk.samples
-            for sample in _samples(chunk)
-        ]
-        outputs = [Output([], []) for _ in chunks]
         if not rows:
-            return outputs
-        sampling = self._sampling_rows([chunks[n] for n, _ in rows], [s for _, s in rows])
-        fillers = [end for chunk, end in zip(chunks, ends, strict=True) if chunk.filler]
-        last = [*(ends[n] for n, _ in rows), *fillers]
+            return hidden, hidden
+        ends = list(accumulate(chunk.count for chunk in chunks))
+        fillers = [end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.filler]
+        last = [*(ends[n] - 1 for n, _ in rows), *fillers]
         logits = self.model.logits(hidden[last])[: len(rows)]  # [R, V]
+        sampling = self._sampling_rows([chunks[n] for n, _ in rows], [s for _, s in rows])
         position = [len(chunks[n].sequence.ids) for n, _ in rows]
-        tokens = sample(logits, sampling, torch.tensor(position, device=logits.device))  # [R]
+        return logits, sample(logits, sampling, torch.tensor(position, device=device))
+
+    def _give(
+        self,
+        outputs: list[Output],
+        chunks: tuple[Chunk, ...],
+        rows: list[tuple[int, int]],
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+    ) -> None:
+        """Read the tokens, with what log-probabilities are asked for, into the outputs."""
         wanted = [_logprobs(chunks[n].sequence.request) for n, _ in rows]
         most = max((k for k in wanted if k is not None), default=None)
         table = tokens[:, None, None] if most is None else logprob_table(logits, tokens, most)
@@ -81,7 +107,6 @@ class Runner:
                 continue
             outputs[n].ids.append(token)
             outputs[n].logprobs.append(None if k is None else token_logprobs(row[: k + 1]))
-        return outputs
 
     def _sampling_rows(self, chunks: list[Chunk], samples: list[int]) -> SamplingRows:
         sequences = [chunk.sequence for chunk in chunks]

@@ -1,0 +1,303 @@
+"""StaticRows: a few sequences over a static cache, a row at a time or all of them in one step.
+
+A step's work is the same whatever the lengths are: `DecodeStep` has it as one function over
+tensors that stay where they are, and `graphs.enable` has it replayed instead of run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spindle.decode.params import check_count, check_prompt
+from spindle.decode.sampling import SamplingRows
+from spindle.decode.stats import StepTimes
+from spindle.decode.step import ChunkStep, DecodeStep
+from spindle.errors import RequestError
+from spindle.kvcache.static import StaticKV
+from spindle.model.layers import Model
+from spindle.tokenizer import check_ids
+
+FIRST_CAPACITY = 256  # tokens a row; doubled when one is full, up to max_seq_len
+Body = Callable[[], None]
+
+
+class StaticRows:
+    """The sequences of an engine: what they have stored, and the steps that lengthen them.
+
+    `seq_lens` [rows] on the device says how many tokens each row has stored; `lengths` says it on
+    the host. Both are written here alone; `rewind` makes a row shorter. When a row is full the
+    cache doubles, up to max_seq_len, and the steps are made anew over the larger one.
+    """
+
+    _last: DecodeStep | None  # whose tokens were drawn last
+
+    def __init__(
+        self, model: Model, max_seq_len: int | None, prefill_chunk: int, rows: int, keep_probs: bool
+    ) -> None:
+        limit = model.config.max_positions
+        self.model, self.keep_probs = model, keep_probs
+        self.max_seq_len = check_count("max_seq_len", limit if max_seq_len is None else max_seq_len)
+        self.prefill_chunk = check_count("prefill_chunk", prefill_chunk)
+        self.rows = check_count("rows", rows)
+        if self.max_seq_len > limit:
+            raise RequestError(
+                f"max_seq_len={max_seq_len}: the model has {model.config.positions_in_words()}"
+            )
+        self._record: Callable[[Any], Body] | None = None
+        self.times: StepTimes | None = None  # where each step notes how long it took
+        self.changes = 0  # to the sequences, by whomever: a stream sees if it was not alone
+        self._rewinds = 0  # times that something stored was given up
+        self._allocate(self.rows, min(FIRST_CAPACITY, self.max_seq_len))
+        self.lengths = [0] * self.rows
+
+    def record_with(self, record: Callable[[Any], Body] | None) -> None:
+        """Have each step recorded by this when it is first run, then replayed (`graphs.enable`).
+
+        record: gets a DecodeStep or a ChunkStep, returns what to call instead of its `run`. None:
+        run them as ever.
+        """
+        self._record = record
+        self._forget_steps()
+
+    @property
+    def recorded(self) -> bool:
+        """Whether steps are recorded and replayed."""
+        return self._record is not None
+
+    @property
+    def length(self) -> int:
+        """Tokens stored in the first row."""
+        return self.lengths[0]
+
+    # --- a row at a time -------------------------------------------------------------------------
+
+    def prefill(self, ids: Iterable[int], row: int = 0) -> Tensor:
+        """Start a row over with this prompt; returns the logits [1, V] that follow it.
+
+        RequestError, and nothing has changed: no prompt, a bad one, too long, or no such row.
+        """
+        prompt = self._checked(ids)
+        self.rewind(0, row)
+        return self._extend(prompt, row)
+
+    def extend(self, ids: Iterable[int], row: int = 0) -> Tensor:
+        """Append tokens to a row; returns the logits [1, V] that follow the last of them.
+
+        RequestError, and nothing has changed: no tokens, a bad one, no room, or no such row.
+        """
+        self._check_row(row)
+        more = check_ids(ids, self.model.config.vocab_size, start=self.lengths[row])
+        if not more:
+            raise RequestError("no tokens to extend the sequence by; expected one at least")
+        self._check_room([self.lengths[row]], len(more))
+        return self._extend(more, row)
+
+    def rewind(self, length: int, row: int = 0) -> None:
+        """Make a row that short; what it had stored beyond is written anew. RequestError."""
+        self._check_row(row)
+        if not 0 <= length <= self.lengths[row]:
+            raise RequestError(
+                f"length={length}: row {row} has stored {self.lengths[row]} tokens; expected 0 to "
+                "that many"
+            )
+        self.changes += 1
+        self._rewinds += 1
+        self.lengths[row] = length
+        self.seq_lens[row] = length
+
+    def reserve(self, tokens: int) -> None:
+        """Make the cache large enough for as many tokens a row now. RequestError: max_seq_len."""
+        self._check_room([0], check_count("tokens", tokens))
+        self._make_room(self.rows, tokens)
+
+    def _extend(self, ids: list[int], row: int) -> Tensor:
+        """Run ids on top of what is stored, a chunk at a time; logits [1, V] of the last one."""
+        self.changes += 1
+        self._make_room(self.rows, self.lengths[row] + len(ids))
+        for at in range(0, len(ids), self.prefill_chunk):
+            chunk = ids[at : at + self.prefill_chunk]
+            view = self._kv.prefill(row, self.lengths[row], len(chunk))
+            hidden = self.model(torch.tensor(chunk, device=self.model.device), view)  # [T, E]
+            self.lengths[row] += len(chunk)
+            self.seq_lens[row] = self.lengths[row]
+        return self.model.logits(hidden[-1:])
+
+    # --- all of them in a step -------------------------------------------------------------------
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Append a token to each of the first R rows; returns the next ones, [R], drawn.
+
+        tokens [R]: those that were returned last, or others, int64 on the device. Fills `logits`
+        [R, V], and with keep_probs `probs` [R, V]; these and what is returned are overwritten by
+        the next step. A row from which nothing can be drawn gets -1. Nothing waits for the device.
+        RequestError before the step: nothing was begun, other rows than those, or one is full.
+        """
+        step = self._drawn()
+        if tokens.shape != step.tokens.shape or tokens.dtype != torch.int64:
+            got, want = (f"{x.dtype} {list(x.shape)}" for x in (tokens, step.tokens))
+            raise RequestError(f"tokens are {got}; those that were begun are {want}")
+        R = len(tokens)
+        self._check_room(self.lengths[:R], 1)
+        if self._make_room(R, max(self.lengths[:R]) + 1):
+            step = self._again(step)
+        if tokens is not step.tokens:
+            step.tokens.copy_(tokens)
+        self._run(step, R, 1)
+        return step.tokens
+
+    def chunk(self, tokens: Tensor) -> Tensor:
+        """Append C given tokens to each of the first R rows; the logits after each, [R, C, V].
+
+        tokens [R, C], int64 on the device. The logits are overwritten by the next chunk of that
+        shape. RequestError before the step: other tensors, or a row has no room for C.
+        """
+        if tokens.ndim != 2 or 0 in tokens.shape or tokens.dtype != torch.int64:
+            got = f"{tokens.dtype} {list(tokens.shape)}"
+            raise RequestError(f"tokens are {got}; expected torch.int64 [R, C]")
+        (R, C), key = tokens.shape, tuple(tokens.shape)
+        self._check_row(R - 1)
+        self._check_room(self.lengths[:R], C)
+        self._make_room(R, max(self.lengths[:R]) + C)
+        if key not in self._chunks:
+            self._chunks[key] = ChunkStep(self.model, self._kv, self.seq_lens[:R], C)
+        self._chunks[key].tokens.copy_(tokens)
+        self._run(self._chunks[key], R, C)
+        return self._chunks[key].logits
+
+    @property
+    def logits(self) -> Tensor:
+        """The logits [R, V] that the last tokens were drawn from. RequestError: none were."""
+        return self._drawn().logits
+
+    @property
+    def probs(self) -> Tensor:
+        """The distribution [R, V] that they were drawn from. RequestError: needs keep_probs."""
+        probs = self._drawn().probs
+        if probs is None:
+            raise RequestError("probs: not kept; expected Engine(model, keep_probs=True)")
+        return probs
+
+    def _draw(self, logits: Tensor, sampling: SamplingRows) -> Tensor:
+        """The tokens [R] that follow from the prompts' logits [R, V]; `step` goes on from them."""
+        step = self._step_for(sampling)
+        step.draw(logits)
+        return step.tokens
+
+    def _go_on(self, tokens: Tensor, sampling: SamplingRows) -> Tensor:
+        """Have `step` go on with these tokens [R] and rows; returns the tokens."""
+        step = self._step_for(sampling)
+        step.tokens.copy_(tokens)
+        return step.tokens
+
+    def _step_for(self, sampling: SamplingRows) -> DecodeStep:
+        """The step of rows of that kind, over tensors of its own, with these values in them."""
+        R = len(sampling.seed)
+        key = (R, *sampling.kind)
+        if key not in self._steps:
+            own = sampling.select(torch.arange(R, device=sampling.seed.device))
+            own = replace(own, fixed_shapes=self.recorded)
+            lengths = self.seq_lens[:R]
+            self._steps[key] = DecodeStep(self.model, self._kv, lengths, own, self.keep_probs)
+        self._last = self._steps[key]
+        self._last.sampling.load(sampling)
+        return self._last
+
+    def _copy_row(self, source: int, target: int) -> None:
+        """Have row `target` store what row `source` has."""
+        self._kv.fork(source, target)
+        self.lengths[target] = self.lengths[source]
+        self.seq_lens[target] = self.lengths[target]
+
+    def _drawn(self) -> DecodeStep:
+        if self._last is None:
+            raise RequestError("nothing has been begun; expected begin(prompts, params) first")
+        return self._last
+
+    def _run(self, step: DecodeStep | ChunkStep, rows: int, count: int) -> None:
+        """Run the step, or replay it; a failure leaves the rows as long as they were."""
+        self.changes += 1
+        if step not in self._bodies:
+            self._bodies[step] = step.run if self._record is None else self._record(step)
+        try:
+            if self.times is not None:
+                self.times.start()
+            self._bodies[step]()
+            if self.times is not None:
+                self.times.stop()
+        except BaseException:  # an interrupt too
+            self.seq_lens.copy_(torch.tensor(self.lengths))
+            raise
+        for row in range(rows):
+            self.lengths[row] += count
+
+    # --- memory ----------------------------------------------------------------------------------
+
+    def _make_room(self, rows: int, tokens: int) -> bool:
+        """At least as many rows and tokens a row; whether the cache is another one now."""
+        old = self._kv
+        if rows <= old.rows and tokens <= old.capacity:
+            return False
+        doubled = max(old.capacity, 1 << (tokens - 1).bit_length())
+        self._resize(max(rows, old.rows), min(doubled, self.max_seq_len))
+        return True
+
+    def _resize(self, rows: int, capacity: int) -> None:
+        """A cache of that size, with what the rows of the old one have stored."""
+        old, kept = self._kv, min(rows, self._kv.rows)
+        self._allocate(rows, capacity)
+        for new, before in ((self._kv.keys, old.keys), (self._kv.values, old.values)):
+            new[:, :kept, : old.capacity] = before[:, :kept]
+        self.lengths = (self.lengths + [0] * rows)[:rows]
+        self.seq_lens.copy_(torch.tensor(self.lengths))
+
+    def _allocate(self, rows: int, capacity: int) -> None:
+        """A new cache; the steps of the old one are forgotten, as they write to its tensors."""
+        model = self.model
+        try:
+            self._kv = StaticKV(model.config, rows, capacity, model.dtype, model.device)
+        except RuntimeError as cause:  # torch has no narrower one for a CPU
+            c = model.config
+            item = torch.empty(0, dtype=model.dtype).element_size()
+            size = 2 * c.num_layers * rows * capacity * c.num_kv_heads * c.head_dim * item
+            raise RequestError(
+                f"no memory for {rows} rows of {capacity} tokens: {size / 1e9:.1f} GB of keys and "
+                "values; lower max_seq_len"
+            ) from cause
+        self.seq_lens = torch.zeros(rows, dtype=torch.int64, device=model.device)
+        self._forget_steps()
+
+    def _forget_steps(self) -> None:
+        self._steps: dict[tuple[int, ...], DecodeStep] = {}
+        self._chunks: dict[tuple[int, ...], ChunkStep] = {}
+        self._bodies: dict[DecodeStep | ChunkStep, Body] = {}
+        self._last = None
+
+    def _again(self, step: DecodeStep) -> DecodeStep:
+        """The same step over the new cache: its tokens, and what its rows have counted."""
+        R, sampling = len(step.tokens), step.sampling
+        made = DecodeStep(self.model, self._kv, self.seq_lens[:R], sampling, self.keep_probs)
+        made.tokens.copy_(step.tokens)
+        self._steps[(R, *sampling.kind)] = self._last = made
+        return made
+
+    # --- what is refused -------------------------------------------------------------------------
+
+    def _checked(self, ids: Iterable[int]) -> list[int]:
+        return check_prompt(ids, self.model.config.vocab_size, self.max_seq_len)
+
+    def _check_row(self, row: int) -> None:
+        if not 0 <= row < len(self.lengths):
+            raise RequestError(f"row {row}: the engine has rows 0 to {len(self.lengths) - 1}")
+
+    def _check_room(self, lengths: Sequence[int], count: int) -> None:
+        for length in lengths:
+            if length + count > self.max_seq_len:
+                raise RequestError(
+                    f"the sequence is full: {length} of {self.max_seq_len} tokens, and {count} "
+                    "more to come"
+                )

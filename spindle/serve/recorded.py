@@ -1,0 +1,120 @@
+"""RecordedDecodes: steps of one token a sequence, recorded a bucket of rows, then replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from spindle.decode.graphs import Recorder, Replay
+from spindle.decode.params import SamplingParams
+from spindle.decode.penalties import Prefix
+from spindle.decode.sampling import SamplingRows, sample
+from spindle.kvcache.paged import PagedKV
+from spindle.model.layers import Model
+from spindle.serve.scheduler import Chunk
+
+PADDING = SamplingParams(temperature=0, seed=0)  # of a row that is nobody's
+
+
+def buckets(most: int) -> list[int]:
+    """The numbers of rows that are recorded: powers of two up to `most`, and that."""
+    return sorted({min(1 << n, most) for n in range(most.bit_length() + 1)})
+
+
+class PagedStep:
+    """A token for each of B rows of a paged cache: the pass, and the draw of the next one.
+
+    All that differs from step to step is in one tensor, `index`: of each row its token, position,
+    slot and length, then its block table, `width` blocks wide. `tokens` [B] and `logits` [B, V]
+    come out. A row that is nobody's has its token in the scratch block, and reads that one alone.
+    """
+
+    def __init__(self, model: Model, kv: PagedKV, sampling: SamplingRows, width: int) -> None:
+        B = len(sampling.seed)
+        self.model, self.sampling = model, sampling
+        self.index = torch.zeros(B * (4 + width), dtype=torch.int64, device=model.device)
+        columns, tables = self.index[: 4 * B].view(4, B), self.index[4 * B :].view(B, width)
+        self._ids, positions, slots, self._lengths = columns
+        self._view = kv.decode(positions, slots, tables, self._lengths)
+        self.tokens = torch.zeros(B, dtype=torch.int64, device=model.device)
+        V = model.config.vocab_size
+        self.logits = torch.zeros(B, V, dtype=model.dtype, device=model.device)
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """One step. A row from whose logits nothing can be sampled gets the token -1."""
+        hidden = self.model(self._ids, self._view)  # [B, E]
+        self.logits.copy_(self.model.logits(hidden))
+        self.tokens.copy_(sample(self.logits, self.sampling, self._lengths))
+
+    def state(self) -> list[Tensor]:
+        """What `run` reads and changes, but for the cache."""
+        return [self.index, self.tokens, self.logits, *self.sampling.tensors()]
+
+
+class RecordedDecodes:
+    """The decode steps of a batch over `PagedStep`s, each recorded when it is first needed."""
+
+    def __init__(
+        self, model: Model, kv: PagedKV, record: Recorder, max_seqs: int, max_model_len: int
+    ) -> None:
+        self.model, self.kv, self._record = model, kv, record
+        self._buckets = buckets(max_seqs)
+        self._width = -(-max_model_len // kv.pool.block_size)
+        self._steps: dict[tuple[int, ...], tuple[PagedStep, Replay]] = {}
+
+    def takes(self, rows: int) -> bool:
+        """Whether there is a bucket for as many rows."""
+        return 1 <= rows <= self._buckets[-1]
+
+    def run(self, chunks: Many[Chunk]) -> tuple[Tensor, Tensor]:
+        """One token of each through the model; returns logits [R, V] and the next tokens [R].
+
+        Both tensors are overwritten by the next such step.
+        """
+        R = len(chunks)
+        bucket = next(size for size in self._buckets if size >= R)
+        sampling = self._sampling(chunks, bucket)
+        key = (bucket, *sampling.kind)
+        if key not in self._steps:
+            self._steps[key] = self._recorded(sampling)
+        step, replay = self._steps[key]
+        step.sampling.load(sampling)
+        step.index.copy_(self._index(chunks, bucket), non_blocking=True)
+        replay()
+        return step.logits[:R], step.tokens[:R]
+
+    def _recorded(self, sampling: SamplingRows) -> tuple[PagedStep, Replay]:
+        """A step of rows of that kind, over tensors of its own; all rows are nobody's."""
+        rows = torch.arange(len(sampling.seed), device=self.model.device)
+        own = replace(sampling.select(rows), fixed_shapes=True)
+        step = PagedStep(self.model, self.kv, own, self._width)
+        step.index.copy_(self._index([], len(rows)))
+        return step, self._record(step)
+
+    def _index(self, chunks: Many[Chunk], bucket: int) -> Tensor:
+        """All that the step is told, on the host: of the padding rows too, at each step anew."""
+        P, scratch, width = self.kv.pool.block_size, self.kv.scratch, self._width
+        rows = [(0, 0, scratch * P, 1, [scratch])] * bucket
+        for row, chunk in enumerate(chunks):
+            at, table = chunk.start, chunk.sequence.table.blocks
+            rows[row] = (chunk.sequence.ids[at], at, table[at // P] * P + at % P, at + 1, table)
+        *columns, tables = zip(*rows, strict=True)
+        padded = [block for table in tables for block in (table + [scratch] * width)[:width]]
+        return torch.tensor([*(x for column in columns for x in column), *padded])
+
+    def _sampling(self, chunks: Many[Chunk], bucket: int) -> SamplingRows:
+        sequences = [chunk.sequence for chunk in chunks]
+        config, missing = self.model.config, bucket - len(chunks)
+        prefixes = [Prefix(one.request.prompt, one.output) for one in sequences]
+        return SamplingRows.of(
+            [*(one.request.params for one in sequences), *[PADDING] * missing],
+            self.model.device,
+            [*(one.sample for one in sequences), *[0] * missing],
+            [*prefixes, *[Prefix([])] * missing],
+            config.eos_ids,
+            config.vocab_size,
+        )
