@@ -5,7 +5,8 @@
     python tests/check.py --list          their names
 
 Some tests and notebooks need the smollm2 checkpoint, which is fetched once. Where that fails they
-are left out, by name and with their number; where CI is set, it is a failure.
+are left out, by name and with their number; where CI is set, it is a failure. Notebooks that
+compile C++ are left out, by name, where that cannot be done.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -22,6 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "smollm2"
+COMPILER = "c++"  # and Linux, as for spindle.kernels.build
 PYTHON = (sys.executable, "-m")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # the same sums on every machine
 NBVAL = ("--nbval", "--nbval-current-env", "--nbval-sanitize-with", "notebooks/sanitize.cfg")
@@ -133,13 +136,18 @@ def in_ci() -> bool:
     return os.environ.get("CI", "").lower() not in ("", "0", "false")
 
 
-def notebooks_that_need_the_model(folder: Path) -> list[Path]:
-    """Those whose metadata say {"spindle": {"needs": ["smollm2"]}}; they are left out whole."""
+def can_compile() -> bool:
+    names = (os.environ["CXX"],) if os.environ.get("CXX") else ("c++", "g++", "clang++")
+    return sys.platform == "linux" and any(map(shutil.which, names))
+
+
+def notebooks_that_need(what: str, folder: Path) -> list[Path]:
+    """Those whose metadata say {"spindle": {"needs": [what]}}; they are left out whole."""
     found = []
     for path in sorted(folder.rglob("*.ipynb")):
         if ".ipynb_checkpoints" not in path.parts:
             metadata = json.loads(path.read_text(encoding="utf-8")).get("metadata", {})
-            if MODEL in metadata.get("spindle", {}).get("needs", []):
+            if what in metadata.get("spindle", {}).get("needs", []):
                 found.append(path)
     return found
 
@@ -150,8 +158,8 @@ def tests_that_need_the_model() -> list[str]:
     return [line for line in listing.stdout.splitlines() if "::" in line]
 
 
-def print_left_out(title: str, names: Sequence[object]) -> None:
-    print(f"\nLeft out, for want of {MODEL}: {len(names)} {title}", flush=True)
+def print_left_out(what: str, title: str, names: Sequence[object]) -> None:
+    print(f"\nLeft out, for want of {what}: {len(names)} {title}", flush=True)
     for name in names:
         print(f"  {name}")
 
@@ -169,11 +177,13 @@ def check(only: Sequence[str]) -> list[Result]:
         return [run(part) for part in wanted]
     results = [fetch()]
     without_model = results[0].verdict != "passed"
-    left_out: list[Path] = []
     if without_model:
-        left_out = notebooks_that_need_the_model(ROOT / "notebooks")
-        print_left_out("tests", tests_that_need_the_model())
-        print_left_out("notebooks", [path.relative_to(ROOT) for path in left_out])
+        print_left_out(MODEL, "tests", tests_that_need_the_model())
+    left_out: list[Path] = []
+    for what in [MODEL] * without_model + [COMPILER] * (not can_compile()):
+        paths = notebooks_that_need(what, ROOT / "notebooks")
+        print_left_out(what, "notebooks", [path.relative_to(ROOT) for path in paths])
+        left_out += paths
     names = [part.name for part in wanted]
     return results + [run(p) for p in parts(left_out, without_model) if p.name in names]
 

@@ -140,6 +140,39 @@ def test_with_smollm2_nothing_is_left_out(
     assert "Left out" not in capsys.readouterr().out
 
 
+def test_without_a_compiler_the_notebooks_that_compile_are_left_out_by_name(
+    fakes: dict[str, Part],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given: list[tuple[list[str], bool]] = []
+    fakes["nbval"] = python("print('1 passed in 0.1s')", "nbval", needs_model=True)
+
+    def parts(left_out: list[Path] | tuple[()] = (), without_model: bool = False) -> list[Part]:
+        given.append(([path.name for path in left_out], without_model))
+        return list(fakes.values())
+
+    (tmp_path / "notebooks").mkdir()
+    for name, needs in {"06.ipynb": ["smollm2"], "C.ipynb": ["c++"]}.items():
+        text = json.dumps({"metadata": {"spindle": {"needs": needs}}})
+        (tmp_path / "notebooks" / name).write_text(text)
+    monkeypatch.setattr(check, "parts", parts)
+    monkeypatch.setattr(check, "ROOT", tmp_path)
+    monkeypatch.setattr(check, "PYTHON", (sys.executable, "-c", "pass"))
+    for compiler, left_out in ((sys.executable, []), ("no-such-compiler", ["C.ipynb"])):
+        monkeypatch.setenv("CXX", compiler)
+        monkeypatch.setattr(sys, "platform", "linux")
+        assert check.main([]) == 0
+        assert given[-1] == (left_out, False)
+    assert (
+        "Left out, for want of c++: 1 notebooks\n  notebooks/C.ipynb\n" in capsys.readouterr().out
+    )
+    monkeypatch.setenv("CXX", sys.executable)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert not check.can_compile()
+
+
 def test_a_part_that_needs_no_model_fetches_none(
     no_model: list[bool], capsys: pytest.CaptureFixture[str]
 ) -> None:
