@@ -188,7 +188,8 @@ def test_a_cuda_graph_is_warmed_up_aside_and_captured_without_being_run(model, m
             self.recording.replay()
 
     @contextlib.contextmanager
-    def captured(graph):
+    def captured(graph, pool):
+        assert pool == (0, 7)
         log.append("capture")
         graph.recording = Recording()
         with torch.inference_mode(), graph.recording:
@@ -200,6 +201,8 @@ def test_a_cuda_graph_is_warmed_up_aside_and_captured_without_being_run(model, m
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(graphs, "_pool", lambda device: (0, 7))
     monkeypatch.setattr(torch.cuda, "graph", captured)
     options = WISHES["penalised"]
     right = run(Engine(model, rows=3), PROMPTS, options, 9)

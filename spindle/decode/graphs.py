@@ -8,6 +8,7 @@ written to be, and `decode.capture` checks that it is, where there is no GPU.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Protocol
@@ -59,18 +60,26 @@ def cuda_graph(step: Recordable) -> Replay:
     for a library, cannot be captured: so the step is run before, on a stream of its own.
     """
     before = [tensor.clone() for tensor in step.state()]
-    here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
-    aside.wait_stream(here)
-    with torch.cuda.stream(aside):
-        for _ in range(WARM_UPS):
+    device = before[0].device
+    with torch.cuda.device(device):
+        here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+        aside.wait_stream(here)
+        with torch.cuda.stream(aside):
+            for _ in range(WARM_UPS):
+                step.run()
+                for tensor, value in zip(step.state(), before, strict=True):
+                    tensor.copy_(value)
+        here.wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=_pool(device)):
             step.run()
-            for tensor, value in zip(step.state(), before, strict=True):
-                tensor.copy_(value)
-    here.wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step.run()
     return graph.replay
+
+
+@functools.cache
+def _pool(device: torch.device) -> tuple[int, int]:
+    """Memory for what is made within steps, in common: none of it is used after its step."""
+    return torch.cuda.graph_pool_handle()
 
 
 def recording(step: Recordable) -> Replay:

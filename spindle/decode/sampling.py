@@ -101,6 +101,11 @@ class SamplingRows:
         penalised = self.penalties is not None
         return (self.filtered, self.greedy, self.min_tokens is not None, penalised)
 
+    @property
+    def counts(self) -> bool:
+        """Whether the tokens that a row has so far are part of it."""
+        return self.min_tokens is not None or self.penalties is not None
+
     def load(self, other: SamplingRows) -> None:
         """Take over the values of other rows, as many, and of the same kind; tensors stay."""
         assert other.kind == self.kind, (other.kind, self.kind)

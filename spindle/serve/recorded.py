@@ -14,6 +14,7 @@ from spindle.decode.penalties import Prefix
 from spindle.decode.sampling import SamplingRows, sample
 from spindle.kvcache.paged import PagedKV
 from spindle.model.layers import Model
+from spindle.serve.request import Sequence
 from spindle.serve.scheduler import Chunk
 
 PADDING = SamplingParams(temperature=0, seed=0)  # of a row that is nobody's
@@ -65,6 +66,7 @@ class RecordedDecodes:
         self._buckets = buckets(max_seqs)
         self._width = -(-max_model_len // kv.pool.block_size)
         self._steps: dict[tuple[int, ...], tuple[PagedStep, Replay]] = {}
+        self._loaded: list[Sequence] = []  # whose parameters the last step has
 
     def takes(self, rows: int) -> bool:
         """Whether there is a bucket for as many rows."""
@@ -77,15 +79,25 @@ class RecordedDecodes:
         """
         R = len(chunks)
         bucket = next(size for size in self._buckets if size >= R)
-        sampling = self._sampling(chunks, bucket)
-        key = (bucket, *sampling.kind)
-        if key not in self._steps:
-            self._steps[key] = self._recorded(sampling)
-        step, replay = self._steps[key]
-        step.sampling.load(sampling)
+        sequences = [chunk.sequence for chunk in chunks]
+        if sequences != self._loaded:  # else the parameters are there: the index is all there is
+            self._load(sequences, bucket)
+        step, replay = self._step
         step.index.copy_(self._index(chunks, bucket), non_blocking=True)
         replay()
         return step.logits[:R], step.tokens[:R]
+
+    def _load(self, sequences: list[Sequence], bucket: int) -> None:
+        """Choose the step for these rows, and give it their parameters."""
+        self._loaded = []
+        sampling = self._sampling(sequences, bucket)
+        key = (bucket, *sampling.kind)
+        if key not in self._steps:
+            self._steps[key] = self._recorded(sampling)
+        self._step = self._steps[key]
+        self._step[0].sampling.load(sampling)
+        if not sampling.counts:  # what is counted is another thing after each token
+            self._loaded = sequences
 
     def _recorded(self, sampling: SamplingRows) -> tuple[PagedStep, Replay]:
         """A step of rows of that kind, over tensors of its own; all rows are nobody's."""
@@ -106,9 +118,8 @@ class RecordedDecodes:
         padded = [block for table in tables for block in (table + [scratch] * width)[:width]]
         return torch.tensor([*(x for column in columns for x in column), *padded])
 
-    def _sampling(self, chunks: Many[Chunk], bucket: int) -> SamplingRows:
-        sequences = [chunk.sequence for chunk in chunks]
-        config, missing = self.model.config, bucket - len(chunks)
+    def _sampling(self, sequences: list[Sequence], bucket: int) -> SamplingRows:
+        config, missing = self.model.config, bucket - len(sequences)
         prefixes = [Prefix(one.request.prompt, one.output) for one in sequences]
         return SamplingRows.of(
             [*(one.request.params for one in sequences), *[PADDING] * missing],
