@@ -416,6 +416,7 @@ def test_padding_rows_touch_the_scratch_block_alone():
     model = MODELS["llama"]
     llm = LLM(model, block_size=4, max_model_len=64, max_seqs=8, num_blocks=40,
               prefix_cache=False, graphs=graphs.recording)  # fmt: skip
+    llm._kv.keys.zero_()
     for n in range(5):
         llm.add([n + 1] * 3, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
     llm.step()

@@ -203,6 +203,8 @@ def test_a_fork_goes_on_by_itself(tiny_models):
 
 def test_a_layer_writes_to_itself_alone():
     kv = StaticKV(SMALL, 2, 8, torch.float64)
+    for cache in (kv.keys, kv.values):
+        cache.zero_()
     view = kv.decode(torch.tensor([3, 5])).begin()
     ones = torch.ones(2, SMALL.num_kv_heads, SMALL.head_dim, dtype=torch.float64)
     view.write(1, ones, 2 * ones)

@@ -39,11 +39,12 @@ class PagedKV:
         self.scratch = num_blocks
         heads = (config.num_kv_heads, config.head_dim)
         shape = (2, config.num_layers, num_blocks + 1, block_size, *heads)
-        self.keys, self.values = torch.zeros(shape, dtype=dtype, device=device)
+        # Not zeros: to write them takes a second a gigabyte, and the system has to find the memory.
+        self.keys, self.values = torch.empty(shape, dtype=dtype, device=device)
         self.layers = list(zip(self.keys, self.values, strict=True))  # the same, layer by layer
         there = (*shape[:2], host_blocks, *shape[3:])
         pinned = self.keys.is_cuda and host_blocks > 0  # the copy need not wait for the CPU
-        self._host_keys, self._host_values = torch.zeros(there, dtype=dtype, pin_memory=pinned)
+        self._host_keys, self._host_values = torch.empty(there, dtype=dtype, pin_memory=pinned)
 
     def view(self, index: StepIndex, tables: Sequence[BlockTable]) -> PagedView:
         """The two verbs on this step; `tables` are those of the index's rows, in its order."""

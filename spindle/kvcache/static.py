@@ -38,7 +38,7 @@ class StaticKV:
             raise RequestError(f"{rows} rows of {capacity} tokens; expected at least 1 of each")
         self.rows, self.capacity = rows, capacity
         shape = (2, config.num_layers, rows, capacity, config.num_kv_heads, config.head_dim)
-        self.keys, self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys, self.values = torch.empty(shape, dtype=dtype, device=device)
         self.layers = list(zip(self.keys, self.values, strict=True))  # the same, layer by layer
 
     def prefill(self, row: int, start: int, count: int) -> PrefillView:

@@ -22,10 +22,10 @@ def check_memory(model: Model, num_blocks: int, host_blocks: int, block_size: in
     """RequestError, with the numbers, for a pool that is larger than the free memory."""
     block_bytes, here = _block_bytes(model, block_size), model.device
     cpu = torch.device("cpu")
-    blocks = {here: num_blocks + 1} | {cpu: host_blocks + (num_blocks + 1) * (here == cpu)}
+    blocks = {here: num_blocks} | {cpu: host_blocks + num_blocks * (here == cpu)}
     for device, number in blocks.items():
         free = _free_bytes(device)
-        if number * block_bytes > free:
+        if (number + 1) * block_bytes > free:  # and the scratch block
             raise RequestError(
                 f"{number} blocks of {block_bytes} bytes on the {device.type}: "
                 f"{number * block_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; lower "
