@@ -82,7 +82,8 @@ void check_races(Touches* byte, const char* code, bool writes) {
 const Memory& nearest_to(const char* address) {
   const Memory* nearest = tensors;
   for (Memory* one = tensors; one < tensors + num_tensors; ++one)
-    if (one->start <= address && one->start >= nearest->start) nearest = one;
+    if (one->start <= address && (nearest->start > address || one->start >= nearest->start))
+      nearest = one;
   return *nearest;
 }
 
