@@ -189,7 +189,7 @@ def entry(heading: str, module: ModuleType, name: str) -> str:
     """One name: a heading, which links point to, and its signature and docstring."""
     value = getattr(module, name)
     if inspect.ismodule(value):
-        return f"{heading} {name}\n\n{rst(f'.. automodule:: {value.__name__}')}"
+        return f"{heading} {name}\n\nThe module `{value.__name__}`, which has its own place below."
     kind = "class" if inspect.isclass(value) else "function"
     return f"{heading} {name}\n\n{rst(f'.. auto{kind}:: {module.__name__}.{name}', '   :members:')}"
 

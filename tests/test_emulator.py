@@ -802,6 +802,23 @@ def test_a_fault_is_told_by_block_thread_and_line(name):
         assert (run_body("counted together") == 1).all()
 
 
+@pytest.mark.parametrize("change", ["a[1] = 2.0f;", "a[1] += 1.0f;"])
+def test_a_reader_is_remembered_when_the_writer_reads_first(change, in_order):
+    """Thread 1's own read does not make thread 0's forgotten."""
+    text = f"""
+__global__ void two(float* out) {{
+  __shared__ float a[64];
+  a[threadIdx.x] = 1.0f;
+  __syncthreads();
+  if (threadIdx.x == 0) out[0] = a[1];
+  if (threadIdx.x == 1) {change}
+}}
+extern "C" int run(float* out) {{ two<<<1, 64>>>(out); return cudaGetLastError(); }}
+"""
+    with pytest.raises(emulate.KernelFault, match=r"two.cu:[67]: thread .* two.cu:[67], and no"):
+        emulate.call(emulate.library(text, "two.cu"), "run", torch.zeros(1))
+
+
 def test_a_fault_in_the_first_function_of_a_source_is_told_by_its_file():
     text = """
 __global__ void first(float* out) { out[threadIdx.x + 1] = 0.0f; }

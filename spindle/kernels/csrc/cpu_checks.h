@@ -42,7 +42,7 @@ bool may_touch(const char* address, size_t bytes) {
 
 // Who touched a byte of shared memory last, when, and where in the machine code.
 struct Touch { uint32_t barrier, clock; int thread; const char* code; };
-struct Touches { Touch write, read; };
+struct Touches { Touch write, read, other_read; };  // of two readers, one is not the next writer
 Touches of_dynamic[MOST_SHARED_BYTES], of_static[MOST_SHARED_BYTES];
 
 Touches* touches_of(const char* address) {
@@ -74,8 +74,9 @@ void report_race(const Touch& first, const char* did, const char* code, bool wri
 void check_races(Touches* byte, const char* code, bool writes) {
   if (!is_before(byte->write)) report_race(byte->write, "wrote", code, writes);
   if (writes && !is_before(byte->read)) report_race(byte->read, "read", code, writes);
+  if (writes && !is_before(byte->other_read)) report_race(byte->other_read, "read", code, writes);
   const Touch now = {barriers, self->clock[lane_of(*self)], int(self - threads), code};
-  (writes ? byte->write : byte->read) = now;
+  (writes ? byte->write : is_before(byte->read) ? byte->read : byte->other_read) = now;
 }
 
 // The tensor that the address lies in or behind; failing that, the first.
