@@ -561,3 +561,63 @@ def _whole_numbers(seed: int) -> Tensor:
 def running_sums(x: Tensor) -> Tensor:
     """float [300], each element the sum of all up to itself."""
     return x.cumsum(0)
+
+
+@check.exercise(
+    "14",
+    inputs=[
+        (torch.tensor([2]), 1, 6),
+        (torch.tensor([0, 3, 5]), 1, 6),
+        (torch.tensor([2]), 3, 6),
+        (torch.tensor([1, 4]), 2, 8),
+    ],
+)
+def slot_mask(seq_lens: Tensor, count: int, capacity: int) -> Tensor:
+    """bool [R, C, S], True where new token c of a row may not look: at slots beyond its own."""
+    own = seq_lens[:, None] + torch.arange(count)  # [R, C]
+    return torch.arange(capacity) > own[:, :, None]
+
+
+@check.exercise(
+    "14", inputs=[((5,), 8), ((8, 4, 2, 1), 8), ((5, 5, 3), 8), ((9, 7), 12), ((3,), 3), ((6,), 6)]
+)
+def rows_of_nobody(batches: Sequence[int], most: int) -> int:
+    """int, the padding rows of steps of so many rows, in buckets 1, 2, 4, ... and `most`."""
+    return sum(min(1 << (rows - 1).bit_length(), most) - rows for rows in batches)
+
+
+def _scored(scores: list[float], head_dim: int = 4) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(len(scores))
+    return torch.tensor(scores), torch.randn(len(scores), head_dim, generator=draw)
+
+
+@check.exercise(
+    "13",
+    inputs=[
+        _scored([0.5]),
+        _scored([1.0, -2.0, 3.0, 0.0, 3.5]),
+        _scored([400.0, 402.0, 399.0]),
+        _scored([-400.0, -401.0]),
+        _scored([-math.inf, 1.0, -math.inf, 2.0]),
+        _scored([-math.inf, -math.inf]),
+        _scored([]),
+    ],
+)
+def one_pass_attention(scores: Tensor, values: Tensor) -> Tensor:
+    """float [D], the softmax-weighted mean of values [S, D]; zeros if every score [S] is -inf."""
+    if not (scores > -math.inf).any():
+        return values.new_zeros(values.shape[1])
+    return scores.softmax(0) @ values
+
+
+def _rows(count: int, width: int, scale: float) -> Tensor:
+    draw = torch.Generator().manual_seed(width)
+    return scale * torch.randn(count, width, generator=draw)
+
+
+@check.exercise(
+    "13", inputs=[(_rows(1, 1, 1),), (_rows(2, 256, 1),), (_rows(3, 300, 2),), (_rows(2, 700, 99),)]
+)
+def row_softmax(x: Tensor) -> Tensor:
+    """float [T, S], the softmax of each row."""
+    return x.softmax(-1)

@@ -549,3 +549,74 @@ def test_the_exercises_of_c_refuse_plausible_wrong_answers(capsys):
     for wrong in (torch.clone, one_round, lambda x: x.cumsum(0) - x, lambda x: x.sum().expand(300)):
         assert verdict(check.running_sums, wrong, capsys).startswith("not yet: ")
     assert verdict(check.running_sums, lambda x: x.cumsum(0), capsys).startswith("yes: ")
+
+
+def test_exercises_of_chapter_13(capsys):
+    def answer(rescale=True, skip=True, start=-math.inf):
+        def one_pass(scores, values):
+            peak, total, sums = start, 0.0, torch.zeros(values.shape[1])
+            for score, value in zip(scores, values, strict=True):
+                if skip and score == -math.inf:
+                    continue
+                higher = max(peak, score)
+                kept, own = (math.exp(n - higher) for n in (peak, score))
+                kept = kept if rescale else 1.0
+                peak, total, sums = higher, total * kept + own, sums * kept + own * value
+            return sums / total if total else sums
+
+        return one_pass
+
+    def softmax(scores, values):
+        return scores.softmax(0) @ values
+
+    def typed_in(scores, values):
+        return scores.exp() @ values / scores.exp().sum()
+
+    assert verdict(check.one_pass_attention, answer(), capsys).startswith("yes: ")
+    for wrong in (answer(rescale=False), answer(skip=False), answer(start=0.0), softmax, typed_in):
+        assert verdict(check.one_pass_attention, wrong, capsys).startswith("not yet: ")
+
+    def first_256(x):
+        return torch.cat([x[:, :256].softmax(-1), torch.zeros_like(x[:, 256:])], dim=-1)
+
+    def in_parts(x):
+        return torch.cat([part.softmax(-1) for part in x.split(256, dim=-1)], dim=-1)
+
+    def without_the_peak(x):
+        return x.exp() / x.exp().sum(-1, keepdim=True)
+
+    for wrong in (torch.zeros_like, first_256, in_parts, without_the_peak):
+        assert verdict(check.row_softmax, wrong, capsys).startswith("not yet: ")
+    assert verdict(check.row_softmax, lambda x: x.softmax(-1), capsys).startswith("yes: ")
+
+
+def test_the_exercises_of_14_refuse_plausible_wrong_answers(capsys):
+    right = check.slot_mask.right
+
+    def all_at_once(seq_lens, count, capacity):  # each sees the whole chunk
+        return right(seq_lens + count - 1, 1, capacity).expand(-1, count, -1)
+
+    def not_itself(seq_lens, count, capacity):
+        return right(seq_lens - 1, count, capacity)
+
+    def one_too_many(seq_lens, count, capacity):
+        return right(seq_lens + 1, count, capacity)
+
+    def where_it_may(seq_lens, count, capacity):
+        return ~right(seq_lens, count, capacity)
+
+    for wrong in (all_at_once, not_itself, one_too_many, where_it_may):
+        assert verdict(check.slot_mask, wrong, capsys).startswith("not yet: slot_mask([")
+
+    def powers_alone(batches, most):
+        return sum((1 << (rows - 1).bit_length()) - rows for rows in batches)
+
+    def the_largest(batches, most):
+        return sum(most - rows for rows in batches)
+
+    def the_next_one(batches, most):  # a full bucket is thought too small
+        return sum(min(1 << rows.bit_length(), most) - rows for rows in batches)
+
+    for wrong in (powers_alone, the_largest, the_next_one):
+        assert verdict(check.rows_of_nobody, wrong, capsys).startswith("not yet: ")
+    assert check.rows_of_nobody.right((9, 7), 12) == 3 + 1
