@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -77,7 +77,7 @@ def cuda_graph(step: Recordable) -> Replay:
 
 
 @functools.cache
-def _pool(device: torch.device) -> tuple[int, int]:
+def _pool(device: torch.device) -> Any:
     """Memory for what is made within steps, in common: none of it is used after its step."""
     return torch.cuda.graph_pool_handle()
 
