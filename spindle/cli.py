@@ -229,6 +229,9 @@ def _add_doctor(commands: Any, debug: argparse.ArgumentParser) -> None:
     about = "what is here, what is missing, and what that costs"
     parser = commands.add_parser("doctor", parents=[debug], help=about, description=about)
     parser.add_argument("--json", action="store_true", help="the same as one object")
+    parser.add_argument(
+        "--build", action="store_true", help="compile what can be compiled here; it takes minutes"
+    )
     parser.set_defaults(run=doctor)
 
 
@@ -423,10 +426,13 @@ def fetch(args: argparse.Namespace) -> int:
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Print what is here and what is missing."""
+    """Print what is here and what is missing; or build what can be built, and say what came of it.
+
+    The status is 1 if a compiler failed.
+    """
     from spindle import doctor as examination
 
-    checks = examination.examine()
+    checks, well = examination.build_all() if args.build else (examination.examine(), True)
     report = examination.as_json(checks) if args.json else examination.as_text(checks)
     say(report + "\n")
-    return 0
+    return 0 if well else 1

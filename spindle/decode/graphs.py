@@ -76,10 +76,18 @@ def cuda_graph(step: Recordable) -> Replay:
     return graph.replay
 
 
-@functools.cache
 def _pool(device: torch.device) -> Any:
     """Memory for what is made within steps, in common: none of it is used after its step."""
-    return torch.cuda.graph_pool_handle()
+    return _keeper(device).pool()
+
+
+@functools.cache
+def _keeper(device: torch.device) -> torch.cuda.CUDAGraph:
+    """The graph that keeps the pool: one that no graph has any more cannot be used again."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.zeros(1, device=device)
+    return graph
 
 
 def recording(step: Recordable) -> Replay:

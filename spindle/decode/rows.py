@@ -221,9 +221,9 @@ class StaticRows:
     def _run(self, step: DecodeStep | ChunkStep, rows: int, count: int) -> None:
         """Run the step, or replay it; a failure leaves the rows as long as they were."""
         self.changes += 1
-        if step not in self._bodies:
-            self._bodies[step] = step.run if self._record is None else self._record(step)
         try:
+            if step not in self._bodies:
+                self._bodies[step] = step.run if self._record is None else self._record(step)
             if self.times is not None:
                 self.times.start()
             self._bodies[step]()
