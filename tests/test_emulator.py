@@ -819,6 +819,25 @@ extern "C" int run(float* out) {{ two<<<1, 64>>>(out); return cudaGetLastError()
         emulate.call(emulate.library(text, "two.cu"), "run", torch.zeros(1))
 
 
+def test_a_shuffle_orders_no_memory_and_a_syncwarp_does(in_order):
+    """Lanes that shuffle have waited for each other; what was written before may be on its way."""
+    text = """
+__global__ void met(float* out) {
+  __shared__ float row[32];
+  row[threadIdx.x] = threadIdx.x;
+  MEET;
+  out[threadIdx.x] = row[31 - threadIdx.x];
+}
+extern "C" int run(float* out) { met<<<1, 32>>>(out); return cudaGetLastError(); }
+"""
+    out = torch.zeros(32)
+    emulate.call(emulate.library(text.replace("MEET", "__syncwarp()"), "met.cu"), "run", out)
+    assert torch.equal(out, torch.arange(32.0).flip(0))
+    shuffled = emulate.library(text.replace("MEET", "__shfl_xor_sync(0xffffffff, 0, 1)"), "met.cu")
+    with pytest.raises(emulate.KernelFault, match=r"met.cu:[46]: thread .* met.cu:[46], and no"):
+        emulate.call(shuffled, "run", out)
+
+
 def test_a_fault_in_the_first_function_of_a_source_is_told_by_its_file():
     text = """
 __global__ void first(float* out) { out[threadIdx.x + 1] = 0.0f; }

@@ -8,7 +8,7 @@
 //   bounds      an index beyond an array of known size reads a neighbour, in silence
 //   memory      a kernel may touch the tensors that it was given, shared memory, and its own stack
 //   races       two threads touch the same byte of shared memory, one of them writes it, and no
-//               barrier of the block or, inside a warp, meeting of lanes is between the two
+//               barrier of the block or, inside a warp, __syncwarp is between the two
 //
 // Races between blocks, and in global memory, are not looked for.
 //
