@@ -42,7 +42,7 @@ book: $(VENV)/.dev ## build the book into book/_build/html
 	@$(PY) -m sphinx -b html -W --keep-going -c book . book/_build/html
 	@echo 'Open book/_build/html/book/index.html'
 
-bench: $(VENV)/.dev ## one stream beside transformers on this machine
+bench: $(VENV)/.dev ## this engine beside the others that are installed
 	@$(PY) -m spindle fetch $(MODEL)
 	@$(PY) -m spindle bench peers -m $(MODEL)
 

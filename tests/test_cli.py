@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import time
-import types
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,14 +24,12 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
 
 from spindle import Engine, StreamDecoder, Tokenizer, cli, doctor, load_hf
-from spindle.bench import peers
 from spindle.config import ModelConfig
 from spindle.decode.detokenize import AnswerText
 from spindle.decode.logprobs import Logprob
 from spindle.decode.params import SamplingParams
 from spindle.decode.stream import Stream
 from spindle.decode.text import TextStream, stream_text
-from spindle.errors import SpindleError
 from spindle.kernels import build
 from spindle.model.weights import RandomSource, wishes
 
@@ -310,7 +307,7 @@ def test_logprobs_name_each_token_and_the_likeliest(
         assert (one["id"], one["rank"]) == (int(ids[0]), 1)
         assert [top["id"] for top in one["top"]] == ids.tolist()
         assert [top["rank"] for top in one["top"]] == [1, 2, 3]
-        assert [top["logprob"] for top in one["top"]] == pytest.approx(values.tolist())
+        assert [top["logprob"] for top in one["top"]] == pytest.approx(values.tolist(), abs=1e-5)
         assert one["logprob"] == one["top"][0]["logprob"]
         shown = tokenizer.token_bytes(one["id"]).decode("utf-8", errors="replace")
         assert one["text"] == one["top"][0]["text"] == shown
@@ -885,79 +882,6 @@ def test_doctor_says_how_to_get_an_extra(monkeypatch: pytest.MonkeyPatch) -> Non
     missing = {check.name: check.cost for check in doctor.extras() if check.found is None}
     assert list(missing) == ["sphinx"]
     assert "pip install -e '.[book]'" in missing["sphinx"]
-
-
-# bench peers.
-
-
-def test_bench_peers_compares_on_the_same_tokens(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("transformers")
-    file = tmp_path / "peers.json"
-    args = ["bench", "peers", "-m", str(checkpoint), "--new", "24", "--repeat", "2"]
-    assert cli.main([*args, "--json", str(file)]) == 0
-    table = capsys.readouterr().out
-    result = json.loads(file.read_text())
-    job = result["jobs"]["one_stream"]
-    assert list(job) == ["spindle", "transformers"]
-    for name, row in job.items():
-        assert row["same_tokens"] is True
-        assert row["useful_tok_s"] > 0 and row["ttft_ms"] > 0 and row["peak_mb"] > 50
-        assert f"| {name} | {row['useful_tok_s']:.1f} |" in table
-    ratio = job["spindle"]["useful_tok_s"] / job["transformers"]["useful_tok_s"]
-    assert f"spindle / transformers: {ratio:.2f}." in table
-    bound = result["read_gb_s"] * 1e9 / result["weight_bytes"]
-    assert result["bound_tok_s"] == pytest.approx(bound)
-
-
-def test_without_transformers_the_gap_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    names, gaps = peers.engines()
-    assert names == ["spindle"]
-    assert gaps["transformers"].startswith("not installed; ")
-
-
-def test_a_token_reads_every_weight_but_the_tables(checkpoint: Path) -> None:
-    """Tied: the embedding is read once, as the head. Untied: its table is not read, the head is."""
-    E, V, P = 32, 257, 4096
-    layer = 12 * E * E + 13 * E  # qkv, out, up, down and their biases, two norms
-    tied = ModelConfig.from_dict(GPT2)
-    untied = ModelConfig.from_dict(GPT2 | {"tie_word_embeddings": False})
-    for config in (tied, untied):
-        assert peers.bytes_per_token(config, torch.float32) == 4 * (V * E + 2 * layer + 2 * E)
-    on_disk = (checkpoint / "model.safetensors").stat().st_size
-    assert on_disk > peers.bytes_per_token(tied, torch.float32) + 4 * P * E
-
-
-def test_figures_are_medians_and_notice_other_tokens() -> None:
-    turns = [peers.Turn([1, 2, 3, 4], seconds, seconds / 4, 2_000_000) for seconds in (1, 2, 8)]
-    row = peers._figures(turns, [1, 2, 3, 4])
-    assert row == {"useful_tok_s": 2.0, "ttft_ms": 500.0, "same_tokens": True, "peak_mb": 2.0}
-    assert peers._figures(turns, [1, 2, 3, 5])["same_tokens"] is False
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--new", "1"], "--new 1: expected 2 to 4072"),
-        (["--new", "4073"], "--new 4073: expected 2 to 4072"),
-        (["--repeat", "0"], "--repeat 0: expected 1 or more"),
-        (["--json", "/no/such/folder/x.json"], "--json /no/such/folder/x.json: there is no"),
-    ],
-)
-def test_bench_peers_refuses_before_it_measures(
-    checkpoint: Path, options: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["bench", "peers", "-m", str(checkpoint), *options]) == 2
-    assert one_error(capsys).startswith(words)
-
-
-def test_a_worker_that_stops_early_is_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    short = types.SimpleNamespace(generate=lambda prompt, new: ([1], 1.0, 0.5))
-    monkeypatch.setattr(peers, "_generate", short.generate, raising=False)
-    with pytest.raises(SpindleError, match="1 tokens came where 2 were asked for"):
-        peers._turn([1], 2)
 
 
 # --- several prompts at once ---------------------------------------------------------------------

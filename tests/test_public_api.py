@@ -119,7 +119,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 ONLY_IN = {
     "matplotlib": ("plots", "bench"),
     "transformers": ("bench.peers", "gguf_import"),
-    "gguf": ("gguf_import",),
+    "gguf": ("gguf_import", "bench.peers"),
 }
 NEVER = ("notebooks", "tests", "book", "conftest", "oracle")
 
