@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 OUR_FAULT, USER_FAULT, INTERRUPTED, NO_READER = 1, 2, 130, 141  # shells count 128 + the signal
 
+PROMPT = "The capital of France is"  # where none is given
+
 EXAMPLES = """examples:
   spindle generate -m tiny -p "A list is"
   spindle fetch smollm2
@@ -178,6 +180,8 @@ def _sampling_options() -> argparse.ArgumentParser:
     add("--ignore-eos", action="store_true", default=given, help="go on after an end token")
     add("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     add("--dtype", default="auto", help="auto, float32, bfloat16, float16 or float64")
+    about = "int8: weights of linear layers in 8 bits, a quarter of the memory of float32"
+    add("--quantize", choices=("int8",), help=about)
     add("--max-seq-len", type=int, metavar="N", help="prompt and answer together, in tokens")
     add("-q", "--quiet", "--no-stats", action="store_true", help="no line of stats on stderr")
     return parser
@@ -190,8 +194,9 @@ def _add_generate(commands: Any, *shared: argparse.ArgumentParser) -> None:
     )
     add, given = parser.add_argument, argparse.SUPPRESS
     add("-m", "--model", default="tiny", help="what to run (default: tiny)")
-    about = 'the text to continue; "-": stdin, to its last byte; repeatable: all are run at once'
-    add("-p", "--prompt", required=True, action="append", help=about)
+    about = 'the text to continue; "-": stdin, to its last byte; repeatable: all are run at once '
+    about += f"(default: {PROMPT!r})"
+    add("-p", "--prompt", action="append", help=about)
     add("-n", "--max-new-tokens", type=int, default=64, metavar="N", help="tokens (default: 64)")
     add("--samples", type=int, default=1, metavar="N", help="so many answers, one after another")
     add(
@@ -281,7 +286,7 @@ def _in_options(message: str) -> str:
 
 def generate(args: argparse.Namespace) -> int:
     """Stream the continuation of a prompt to stdout, or print one JSON object."""
-    prompts = read_prompts(args.prompt)
+    prompts = read_prompts(args.prompt or [PROMPT])
     if hasattr(args, "logprobs") and not args.json:
         raise RequestError("--logprobs: they are part of the JSON object; expected --json with it")
     params = sampling_params(args)  # refused before anything is loaded
@@ -298,7 +303,8 @@ def generate(args: argparse.Namespace) -> int:
     directory = resolve(args.model)
     tokenizer = Tokenizer(directory)
     ids = tokenizer.encode(prompt)
-    engine = Engine(load_hf(directory, args.device, args.dtype), args.max_seq_len)
+    model = load_hf(directory, args.device, args.dtype, args.quantize)
+    engine = Engine(model, args.max_seq_len)
     shown: list[TextStream] = []
     try:
         for stream in stream_texts(engine, tokenizer, ids, params):

@@ -7,6 +7,7 @@
     ├── TokenizerError       a tokenizer.json that cannot be read or is of an unknown kind
     ├── RequestError         a prompt or parameter that cannot be honoured (a ValueError too)
     ├── NumericsError        logits that are no distribution: NaN, +inf, or nothing but -inf
+    ├── CaptureError         a step that a graph would refuse, or replay wrongly (decode.oplog)
     ├── OutOfBlocks          a pool of KV blocks with fewer left than are needed
     └── BlockError           a block given back twice, or one that the pool does not have
 

@@ -742,12 +742,22 @@ def test_a_fault_of_ours_says_so(
     assert "--debug" in message
 
 
+def test_without_a_prompt_there_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """The shortest command does something: the help says with which prompt."""
+    options = ["generate", "-n", "3", "--temperature", "0", "--json"]
+    assert cli.main(options) == 0
+    without = json.loads(capsys.readouterr().out)
+    assert without["prompt"] == cli.PROMPT
+    assert cli.main([*options, "-p", cli.PROMPT]) == 0
+    assert json.loads(capsys.readouterr().out)["token_ids"] == without["token_ids"]
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
         ([], "COMMAND"),
         (["walk"], "invalid choice: 'walk'"),
-        (["generate"], "-p/--prompt"),
+        (["generate", "-p"], "-p/--prompt"),
         (["generate", "-p", "a", "-n", "many"], "invalid int value: 'many'"),
         (["generate", "-p", "a", "--temp", "1"], "--temp"),
         (["bench"], "BENCH"),

@@ -144,7 +144,7 @@ def test_on_a_cpu_nothing_is_captured_and_that_is_said(model, caplog):
     (record,) = caplog.records
     assert "nothing is captured on a cpu" in record.getMessage()
     assert not engine.recorded
-    assert engine.generate(PROMPT, 9)[0].__len__() == 9
+    assert len(engine.generate(PROMPT, 9, temperature=0, ignore_eos=True)[0]) == 9
 
 
 def test_an_interrupt_between_replays_leaves_the_engine_usable(model):
@@ -470,3 +470,70 @@ def test_a_step_recorded_by_hand(model):
         replay()
         got.append(int(step.tokens))
     assert got == right or 7 in right
+
+
+def test_a_filtered_step_of_a_large_vocabulary_can_be_recorded():
+    """Beyond the candidates that a CPU looks at first, shapes would follow the values."""
+    wide = random_model(shapes.llama(vocab_size=700), dtype=torch.float64)
+    params = SamplingParams(seed=2, top_p=0.7, top_k=40)
+    right = run(Engine(wide), [PROMPT], params, 12)
+    engine = graphs.enable(Engine(wide), graphs.recording)
+    assert run(engine, [PROMPT], params, 12) == right
+    llm = LLM(wide, block_size=4, max_model_len=64, graphs=graphs.recording)
+    (output,) = llm.generate([PROMPT], SamplingParams(seed=2, top_p=0.7, top_k=40, max_tokens=12))
+    assert [output.outputs[0].token_ids] == right
+
+
+def test_what_a_warm_up_must_give_back(model):
+    """`state` is all that a step changes but for the cache: a run between leaves it as it was."""
+    engine = Engine(model, rows=2, keep_probs=True)
+    engine.begin(PROMPTS[:2], WISHES["penalised"])
+    step = engine._last
+    before = [tensor.clone() for tensor in step.state()]
+    engine.step(step.tokens)
+    changed = [not torch.equal(*pair) for pair in zip(step.state(), before, strict=True)]
+    assert changed[:4] == [True] * 4  # tokens, lengths, logits, probs
+    assert any(changed[4:])  # what is counted
+    chunk = engine.chunk(torch.ones(2, 2, dtype=torch.int64))
+    (kept,) = engine._chunks.values()
+    assert any(tensor is chunk for tensor in kept.state())
+
+
+def test_chunks_of_one_size_and_other_rows_are_other_recordings(model):
+    counted, plain = Counted(), Engine(model, rows=3)
+    engine = graphs.enable(Engine(model, rows=3), counted)
+    for rows in (3, 1, 2, 3):
+        more = torch.randint(V, (rows, 2), generator=torch.Generator().manual_seed(rows))
+        assert torch.equal(engine.chunk(more), plain.chunk(more))
+    assert len(counted.steps) == 3
+
+
+def test_fillers_of_a_static_batch_are_run(model):
+    """Their step is no pure decode step, though each of its chunks is one token."""
+    requests = [
+        ([1, 2, 3], SamplingParams(max_tokens=n, temperature=0, ignore_eos=True)) for n in (2, 9)
+    ]
+    got, llm = served(model, requests, policy="static")
+    assert got == [[alone(model, *request)] for request in requests]
+    assert llm.stats["replayed"] == 1  # of nine steps: a prompt, one for both, then fillers
+
+
+def test_a_load_that_fails_is_not_taken_for_done(model, monkeypatch):
+    """The next step with the sequences from before loads their parameters again."""
+    llm = LLM(model, block_size=4, max_model_len=64, max_seqs=2, graphs=graphs.recording)
+    params = [SamplingParams(max_tokens=12, seed=n, ignore_eos=True) for n in range(2)]
+    names = [llm.add([5 + n] * 4, one) for n, one in enumerate(params)]
+    llm.step()
+    llm.step()
+    recorded = llm._runner.recorded
+    before, (step, _) = list(recorded._loaded), recorded._step
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(recorded, "_record", lambda step: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(recorded, "_steps", {})
+        recorded._load(before[::-1], 2)
+    step.sampling.seed.fill_(99)  # as another kind of rows would have left it
+    done = {}
+    while llm.has_unfinished:
+        done |= {o.request_id: o.outputs[0].token_ids for o in llm.step() if o.finished}
+    for name, one, n in zip(names, params, range(2), strict=True):
+        assert done[name] == alone(model, [5 + n] * 4, one)

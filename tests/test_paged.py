@@ -16,7 +16,7 @@ from spindle.kernels import build, native, twins
 from spindle.kvcache.blocks import BlockTable, move
 from spindle.kvcache.contiguous import ContiguousKV
 from spindle.kvcache.index import StepIndex
-from spindle.kvcache.paged import PagedKV
+from spindle.kvcache.paged import PagedKV, _at_once
 from spindle.model.weights import random_model
 
 L, H, HK, D, V = 2, 6, 2, 8, 50
@@ -372,3 +372,15 @@ def test_copies_are_done_as_if_one_after_the_other(pairs):
         right[:, target] = right[:, source]
     kv.copy(pairs)
     assert torch.equal(kv.keys, right)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12))
+def test_copies_at_once_do_not_touch_each_other(pairs):
+    """On a GPU the copies of a run are done in any order: none uses what another one writes."""
+    runs = _at_once(pairs)
+    assert [pair for run in runs for pair in run] == pairs
+    for run in runs:
+        sources, targets = [s for s, _ in run], [t for _, t in run]
+        assert len(set(targets)) == len(targets)
+        for n, target in enumerate(targets):
+            assert target not in sources[:n] + sources[n + 1 :]

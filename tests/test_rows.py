@@ -1,6 +1,7 @@
 """Rows of an engine: each is its own forward pass, whatever the others have stored."""
 
 import itertools
+import sys
 
 import hypothesis.strategies as st
 import pytest
@@ -9,12 +10,15 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from test_engine import CONTEXT, LLAMA, MODELS, PROMPT, MockModel, forward, saying, tiny
 
+from spindle import graphs
+from spindle.config import ModelConfig
 from spindle.decode import rows as rows_module
 from spindle.decode.engine import Engine
 from spindle.decode.params import SamplingParams
 from spindle.decode.penalties import Prefix
 from spindle.decode.sampling import SamplingRows, probabilities, sample
 from spindle.errors import RequestError
+from spindle.model.weights import random_model
 
 GREEDY = SamplingParams(temperature=0, seed=0)
 PROMPTS = [PROMPT, [9], [4, 4, 4, 80, 2, 7, 1, 33, 12, 50, 61]]  # of different lengths
@@ -185,11 +189,115 @@ def test_a_step_that_failed_can_be_repeated():
     assert engine.lengths == engine.seq_lens.tolist() == [4]
 
 
+@pytest.mark.parametrize("grows", ["chunk", "extend", "prefill", "reserve", "enable"])
+@pytest.mark.parametrize("wish", ["greedy", "penalised"])
+def test_what_was_begun_goes_on_whatever_makes_the_cache_anew(model, wish, grows, monkeypatch):
+    """B104: tokens, logits, counts and distributions go over to the new tensors."""
+    monkeypatch.setattr(rows_module, "FIRST_CAPACITY", 16)
+    engine = Engine(model, rows=3, keep_probs=True)
+    tokens = engine.begin(PROMPTS[:2], WISHES[wish])
+    got, logits = [tokens.tolist()], engine.logits.clone()
+    if grows == "chunk":
+        engine.chunk(torch.ones(2, 9, dtype=torch.int64))
+        for row in range(2):
+            engine.rewind(len(PROMPTS[row]), row)
+    elif grows == "extend":
+        engine.extend([1] * 20, 2)
+    elif grows == "prefill":
+        engine.prefill([1] * 20, 2)
+    elif grows == "reserve":
+        engine.reserve(30)
+    else:
+        graphs.enable(engine, graphs.recording)
+    assert torch.equal(engine.logits, logits) and engine.probs.shape == logits.shape
+    for _ in range(6):
+        tokens = engine.step(tokens)
+        got.append(tokens.tolist())
+    for row in range(2):
+        assert [column[row] for column in got] == alone(model, PROMPTS[row], WISHES[wish], 7)
+
+
+def test_wherever_a_step_is_broken_off_it_can_be_done_again(model):
+    """An interrupt at each line of rows.py and step.py in turn; the caller has its tokens still."""
+    right = alone(model, PROMPT, WISHES["penalised"], 6)
+    for at in range(200):
+        engine = Engine(model)
+        tokens, got = engine.begin([PROMPT], WISHES["penalised"]), []
+        got.append(int(tokens))
+        tokens = engine.step(tokens)
+        got.append(int(tokens))
+        if not interrupted(lambda engine=engine, tokens=tokens: engine.step(tokens), at):
+            assert at > 20
+            return
+        assert engine.lengths == engine.seq_lens.tolist()
+        if engine.lengths == [len(PROMPT) + 1]:  # else it was done, and the next one goes on
+            tokens = engine.step(tokens)
+        got.append(int(tokens))
+        while len(got) < 6:
+            tokens = engine.step(tokens)
+            got.append(int(tokens))
+        assert got == right, at
+    raise AssertionError("a step has more lines than that?")
+
+
+def interrupted(work, at):
+    """Run it with a KeyboardInterrupt at the at-th line of the engine's files; whether it came."""
+    left = [at]
+
+    def trace(frame, event, arg):
+        if not frame.f_code.co_filename.endswith(("decode/rows.py", "decode/step.py")):
+            return None
+        if event == "line":
+            if left[0] == 0:
+                left[0] = -1
+                raise KeyboardInterrupt
+            left[0] -= 1
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_distributions_are_kept_in_32_bits_at_least(dtype):
+    model = random_model(ModelConfig.from_dict(LLAMA), dtype=dtype)
+    engine = Engine(model, keep_probs=True)
+    engine.begin([PROMPT], SamplingParams(seed=1))
+    assert engine.probs.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert float(engine.probs.sum()) == pytest.approx(1, abs=1e-5)
+
+
+def test_steps_by_hand_are_not_timed_for_an_answer_that_has_ended(model):
+    engine = Engine(model)
+    _, stats = engine.generate(PROMPT, 5, temperature=0, ignore_eos=True)
+    tokens = engine.begin([PROMPT], GREEDY)
+    for _ in range(5):
+        tokens = engine.step(tokens)
+    assert len(stats.steps.ms()) == len(stats.step_ms) == 4
+
+
+def test_answers_of_unlike_lengths_have_their_own_steps():
+    """They share the steps; an answer that ended early has the first of them."""
+    mock = MockModel(torch.zeros(CONTEXT, 2), eos_ids=(0,))
+    answers = Engine(mock).answers([1], SamplingParams(n=12, seed=1, max_tokens=6))
+    lengths = {len(one.token_ids) for one in answers}
+    assert len(lengths) > 2
+    for one in answers:
+        assert len(one.stats.step_ms) == len(one.token_ids) - 1
+
+
 def refusals(engine):
     one = torch.tensor([1])
     return {
         "begin() first|nothing has been begun": lambda: Engine(engine.model).step(one),
-        r"tokens are torch.int64 \[1\]; those .* \[2\]": lambda: engine.step(one),
+        r"tokens are torch.int64 \[1\] .* \[2\]": lambda: engine.step(one),
         "tokens are torch.float32": lambda: engine.step(torch.ones(2)),
         "row 0 has stored|length=99": lambda: engine.rewind(99),
         "length=-1": lambda: engine.rewind(-1),
@@ -207,6 +315,23 @@ def refusals(engine):
         "97": lambda: engine.begin([[1], [97]], GREEDY),
         "n=2": lambda: engine.begin([[1]], SamplingParams(n=2)),
         "stop": lambda: engine.begin([[1]], SamplingParams(stop="x")),
+        "length=2.5": lambda: engine.rewind(2.5),
+        "length=True": lambda: engine.rewind(True),
+        "row True": lambda: engine.prefill([1], True),
+        "row 0.0": lambda: engine.extend([1], 0.0),
+        "row 'a'": lambda: engine.rewind(0, "a"),
+        "token id 97 at": lambda: engine.step(torch.tensor([1, 97])),
+        "token id -1 at": lambda: engine.chunk(torch.tensor([[-1]])),
+        "tokens=None": lambda: engine.step(None),
+        "tokens=\\[": lambda: engine.chunk([[1]]),
+        "on meta": lambda: engine.step(torch.ones(2, dtype=torch.int64, device="meta")),
+        "prompts=None": lambda: engine.begin(None, GREEDY),
+        "params=None": lambda: engine.begin([[1]], None),
+        "params=\\[3\\]": lambda: engine.begin([[1]], [3]),
+        "model='tiny'": lambda: Engine("tiny"),
+        "keep_probs='no'": lambda: Engine(engine.model, keep_probs="no"),
+        "record=3": lambda: graphs.enable(engine, 3),
+        "engine=None": lambda: graphs.enable(None),
     }
 
 

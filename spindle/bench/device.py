@@ -69,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
     """Do the stages, print their tables, write the record; 1 if anything in it is wrong."""
     report.check_json(args.json)
     names = _checked_stages(args.stages)
-    if not args.seconds > 0:
-        raise RequestError(f"--seconds {args.seconds}: expected more than 0")
+    if not 0 < args.seconds < 86400:
+        raise RequestError(f"--seconds {args.seconds}: expected more than 0, and less than a day")
     if args.model is not None:
         hub.resolve(args.model)
     gpu = machine(args.dry_run)

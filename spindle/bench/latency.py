@@ -300,7 +300,7 @@ def parting(corner: Corner, first: Corner, prompt: list[int]) -> dict[str, Any] 
 
 # --- the table -----------------------------------------------------------------------------------
 
-COLUMNS = ["steps", "ops", "p50, ms a token", "p99", "tok/s", "of the read speed"]
+COLUMNS = ["steps", "ops", "p50, ms a token", "p99", "tok/s", "MB a token", "of the read speed"]
 COLUMNS += ["operations a step", "same tokens"]
 
 
@@ -334,6 +334,7 @@ def _row(result: dict[str, Any], steps: str, kind: str) -> list[str]:
         "—" if its[key] is None else text.format(its[key])
         for key, text in zip(figures, formats, strict=True)
     ]
+    cells.insert(3, f"{result['bytes']['token'] / 1e6:,.1f}")
     sent = str(its["operations"] or "—")
     sent = sent if steps == "eager" else f"1 for {sent}"
     return [steps, kind, *cells, sent, "yes" if result["tokens"][name] is None else "NO"]

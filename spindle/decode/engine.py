@@ -16,7 +16,7 @@ from spindle.decode.rows import StaticRows
 from spindle.decode.sampling import SamplingRows
 from spindle.decode.stats import Stats, StepTimes
 from spindle.decode.stream import Answer, Stream
-from spindle.errors import NumericsError, RequestError
+from spindle.errors import NumericsError, RequestError, shown
 from spindle.model.layers import Model
 
 # max_new_tokens, `answers` and `stream_text` have these.
@@ -51,7 +51,13 @@ class Engine(StaticRows):
         params: for all rows, or one a row; what ends an answer is the caller's to look for. The
         tokens are on the device, and `step` goes on from them. RequestError before anything runs.
         """
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes):
+            raise RequestError(f"prompts={shown(prompts)}: expected a list of lists of token ids")
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        if not isinstance(each, Sequence) or not all(isinstance(x, SamplingParams) for x in each):
+            raise RequestError(
+                f"params={shown(params)}: expected SamplingParams, or a list of them"
+            )
         if len(each) != len(prompts) or not 1 <= len(prompts) <= self.rows:
             raise RequestError(
                 f"{len(prompts)} prompts and {len(each)} parameters; expected as many of both, 1 "
@@ -167,8 +173,7 @@ class Engine(StaticRows):
                 return
             if gone and not self.recorded:
                 tokens = self._without(gone, live)
-            self.times = live[0].stats.steps
-            tokens = self.step(tokens)
+            tokens = self._timed_step(tokens, live[0])
 
     def _without(self, gone: list[int], live: list[_Run]) -> Tensor:
         """Take rows out: the last ones move to where they were. Returns the tokens [R] left."""
@@ -219,8 +224,14 @@ class Engine(StaticRows):
                     "the engine was given other tokens before this stream had ended; one stream "
                     "at a time, or an engine each"
                 )
-            self.times = run.stats.steps
-            tokens = self.step(tokens)
+            tokens = self._timed_step(tokens, run)
+
+    def _timed_step(self, tokens: Tensor, run: _Run) -> Tensor:
+        self.times = run.stats.steps
+        try:
+            return self.step(tokens)
+        finally:
+            self.times = None
 
     def _take(self, tokens: Tensor, runs: list[_Run]) -> None:
         """Read the tokens [R] that were drawn, with their log-probabilities if asked for."""

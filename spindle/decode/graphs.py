@@ -18,6 +18,7 @@ from torch import Tensor
 
 from spindle.decode.capture import capture
 from spindle.decode.engine import Engine
+from spindle.errors import RequestError, shown
 
 WARM_UPS = 2  # the first builds kernels and workspaces, which a capture must not do
 
@@ -45,6 +46,8 @@ def enable(engine: Engine, record: Recorder | None = None) -> Engine:
     default `cuda_graph`; where there is no GPU nothing is recorded, and that is said, as a warning
     of this module's logger. Returns the engine, changed. RequestError: no memory for the cache.
     """
+    if not isinstance(engine, Engine):
+        raise RequestError(f"engine={shown(engine)}: expected an Engine")
     if record is None and engine.model.device.type != "cuda":
         _log.warning("graphs: nothing is captured on a %s; steps run as ever", engine.model.device)
         return engine

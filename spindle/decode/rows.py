@@ -6,7 +6,8 @@ tensors that stay where they are, and `graphs.enable` has it replayed instead of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from spindle.decode.params import check_count, check_prompt
 from spindle.decode.sampling import SamplingRows
 from spindle.decode.stats import StepTimes
 from spindle.decode.step import ChunkStep, DecodeStep
-from spindle.errors import RequestError
+from spindle.errors import RequestError, shown
 from spindle.kvcache.static import StaticKV
 from spindle.model.layers import Model
 from spindle.tokenizer import check_ids
@@ -39,6 +40,10 @@ class StaticRows:
     def __init__(
         self, model: Model, max_seq_len: int | None, prefill_chunk: int, rows: int, keep_probs: bool
     ) -> None:
+        if not hasattr(model, "config"):
+            raise RequestError(f"model={shown(model)}: expected a loaded model (see load_hf)")
+        if not isinstance(keep_probs, bool):
+            raise RequestError(f"keep_probs={shown(keep_probs)}: expected True or False")
         limit = model.config.max_positions
         self.model, self.keep_probs = model, keep_probs
         self.max_seq_len = check_count("max_seq_len", limit if max_seq_len is None else max_seq_len)
@@ -52,6 +57,7 @@ class StaticRows:
         self.times: StepTimes | None = None  # where each step notes how long it took
         self.changes = 0  # to the sequences, by whomever: a stream sees if it was not alone
         self._rewinds = 0  # times that something stored was given up
+        self._last, self._settled = None, True
         self._allocate(self.rows, min(FIRST_CAPACITY, self.max_seq_len))
         self.lengths = [0] * self.rows
 
@@ -59,8 +65,10 @@ class StaticRows:
         """Have each step recorded by this when it is first run, then replayed (`graphs.enable`).
 
         record: gets a DecodeStep or a ChunkStep, returns what to call instead of its `run`. None:
-        run them as ever.
+        run them as ever. RequestError: it cannot be called.
         """
+        if record is not None and not callable(record):
+            raise RequestError(f"record={shown(record)}: expected a function of a step, or None")
         self._record = record
         self._forget_steps()
 
@@ -82,6 +90,7 @@ class StaticRows:
         RequestError, and nothing has changed: no prompt, a bad one, too long, or no such row.
         """
         prompt = self._checked(ids)
+        self._check_row(row)
         self.rewind(0, row)
         return self._extend(prompt, row)
 
@@ -100,15 +109,17 @@ class StaticRows:
     def rewind(self, length: int, row: int = 0) -> None:
         """Make a row that short; what it had stored beyond is written anew. RequestError."""
         self._check_row(row)
-        if not 0 <= length <= self.lengths[row]:
+        check_count("length", length, 0)
+        if length > self.lengths[row]:
             raise RequestError(
                 f"length={length}: row {row} has stored {self.lengths[row]} tokens; expected 0 to "
                 "that many"
             )
         self.changes += 1
         self._rewinds += 1
-        self.lengths[row] = length
-        self.seq_lens[row] = length
+        with self._changing():
+            self.lengths[row] = int(length)
+            self.seq_lens[row] = self.lengths[row]
 
     def reserve(self, tokens: int) -> None:
         """Make the cache large enough for as many tokens a row now. RequestError: max_seq_len."""
@@ -123,8 +134,9 @@ class StaticRows:
             chunk = ids[at : at + self.prefill_chunk]
             view = self._kv.prefill(row, self.lengths[row], len(chunk))
             hidden = self.model(torch.tensor(chunk, device=self.model.device), view)  # [T, E]
-            self.lengths[row] += len(chunk)
-            self.seq_lens[row] = self.lengths[row]
+            with self._changing():
+                self.lengths[row] += len(chunk)
+                self.seq_lens[row] = self.lengths[row]
         return self.model.logits(hidden[-1:])
 
     # --- all of them in a step -------------------------------------------------------------------
@@ -134,18 +146,19 @@ class StaticRows:
 
         tokens [R]: those that were returned last, or others, int64 on the device. Fills `logits`
         [R, V], and with keep_probs `probs` [R, V]; these and what is returned are overwritten by
-        the next step. A row from which nothing can be drawn gets -1. Nothing waits for the device.
+        the next step. A row from which nothing can be drawn gets -1, and is of no account from then
+        on. Nothing waits for the device, so a GPU is not asked whether the tokens are ids.
         RequestError before the step: nothing was begun, other rows than those, or one is full.
         """
         step = self._drawn()
-        if tokens.shape != step.tokens.shape or tokens.dtype != torch.int64:
-            got, want = (f"{x.dtype} {list(x.shape)}" for x in (tokens, step.tokens))
-            raise RequestError(f"tokens are {got}; those that were begun are {want}")
-        R = len(tokens)
+        R = len(step.tokens)
+        own = tokens is step.tokens
+        if not own:
+            self._check_tokens(tokens, step.tokens.shape)
         self._check_room(self.lengths[:R], 1)
         if self._make_room(R, max(self.lengths[:R]) + 1):
-            step = self._again(step)
-        if tokens is not step.tokens:
+            step = self._drawn()  # over the larger cache, and with the tokens of the other
+        if not own:
             step.tokens.copy_(tokens)
         self._run(step, R, 1)
         return step.tokens
@@ -156,9 +169,7 @@ class StaticRows:
         tokens [R, C], int64 on the device. The logits are overwritten by the next chunk of that
         shape. RequestError before the step: other tensors, or a row has no room for C.
         """
-        if tokens.ndim != 2 or 0 in tokens.shape or tokens.dtype != torch.int64:
-            got = f"{tokens.dtype} {list(tokens.shape)}"
-            raise RequestError(f"tokens are {got}; expected torch.int64 [R, C]")
+        self._check_tokens(tokens)
         (R, C), key = tokens.shape, tuple(tokens.shape)
         self._check_row(R - 1)
         self._check_room(self.lengths[:R], C)
@@ -219,21 +230,39 @@ class StaticRows:
         return self._last
 
     def _run(self, step: DecodeStep | ChunkStep, rows: int, count: int) -> None:
-        """Run the step, or replay it; a failure leaves the rows as long as they were."""
+        """Run the step, or replay it; whatever breaks it off, it has then not been."""
         self.changes += 1
+        before = [(tensor, tensor.clone()) for tensor in step.inputs()]
+        after = [n + count if row < rows else n for row, n in enumerate(self.lengths)]
         try:
-            if step not in self._bodies:
-                self._bodies[step] = step.run if self._record is None else self._record(step)
-            if self.times is not None:
-                self.times.start()
-            self._bodies[step]()
-            if self.times is not None:
-                self.times.stop()
+            with self._changing():
+                if step not in self._bodies:
+                    self._bodies[step] = step.run if self._record is None else self._record(step)
+                if self.times is not None:
+                    self.times.start()
+                self._bodies[step]()
+                if self.times is not None:
+                    self.times.stop()
+                self.lengths = after
         except BaseException:  # an interrupt too
-            self.seq_lens.copy_(torch.tensor(self.lengths))
+            if self.lengths is not after:
+                for tensor, value in before:
+                    tensor.copy_(value)
+            self._settle()
             raise
-        for row in range(rows):
-            self.lengths[row] += count
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Lengths are about to differ on host and device; broken off, the host's hold."""
+        self._settle()
+        self._settled = False
+        yield
+        self._settled = True
+
+    def _settle(self) -> None:
+        if not self._settled:
+            self.seq_lens.copy_(torch.tensor(self.lengths))
+            self._settled = True
 
     # --- memory ----------------------------------------------------------------------------------
 
@@ -252,8 +281,9 @@ class StaticRows:
         self._allocate(rows, capacity)
         for new, before in ((self._kv.keys, old.keys), (self._kv.values, old.values)):
             new[:, :kept, : old.capacity] = before[:, :kept]
-        self.lengths = (self.lengths + [0] * rows)[:rows]
-        self.seq_lens.copy_(torch.tensor(self.lengths))
+        with self._changing():
+            self.lengths = (self.lengths + [0] * rows)[:rows]
+            self.seq_lens.copy_(torch.tensor(self.lengths))
 
     def _allocate(self, rows: int, capacity: int) -> None:
         """A new cache; the steps of the old one are forgotten, as they write to its tensors."""
@@ -272,17 +302,23 @@ class StaticRows:
         self._forget_steps()
 
     def _forget_steps(self) -> None:
+        """Make the steps anew when they are needed; at once the one that has been begun."""
         self._steps: dict[tuple[int, ...], DecodeStep] = {}
         self._chunks: dict[tuple[int, ...], ChunkStep] = {}
         self._bodies: dict[DecodeStep | ChunkStep, Body] = {}
-        self._last = None
+        begun, self._last = self._last, None
+        if begun is not None and len(begun.tokens) <= self._kv.rows:
+            self._last = self._again(begun)
 
     def _again(self, step: DecodeStep) -> DecodeStep:
-        """The same step over the new cache: its tokens, and what its rows have counted."""
-        R, sampling = len(step.tokens), step.sampling
+        """The same step over the cache as it is: its tokens, and what its rows have counted."""
+        R, sampling = len(step.tokens), replace(step.sampling, fixed_shapes=self.recorded)
         made = DecodeStep(self.model, self._kv, self.seq_lens[:R], sampling, self.keep_probs)
-        made.tokens.copy_(step.tokens)
-        self._steps[(R, *sampling.kind)] = self._last = made
+        made.tokens = step.tokens  # the caller may have it
+        made.logits.copy_(step.logits)
+        if made.probs is not None and step.probs is not None:
+            made.probs.copy_(step.probs)
+        self._steps[(R, *sampling.kind)] = made
         return made
 
     # --- what is refused -------------------------------------------------------------------------
@@ -291,8 +327,25 @@ class StaticRows:
         return check_prompt(ids, self.model.config.vocab_size, self.max_seq_len)
 
     def _check_row(self, row: int) -> None:
-        if not 0 <= row < len(self.lengths):
-            raise RequestError(f"row {row}: the engine has rows 0 to {len(self.lengths) - 1}")
+        whole = isinstance(row, int) and not isinstance(row, bool)
+        if not whole or not 0 <= row < len(self.lengths):
+            last = len(self.lengths) - 1
+            raise RequestError(f"row {shown(row)}: the engine has rows 0 to {last}")
+
+    def _check_tokens(self, tokens: Tensor, shape: Sequence[int] | None = None) -> None:
+        """RequestError for what is no tensor of ids; on a GPU their values are not looked at."""
+        device, V = self.model.device, self.model.config.vocab_size
+        want = "[R, C]" if shape is None else str(list(shape))
+        right = f"torch.int64 {want} on {device}"
+        if not isinstance(tokens, Tensor):
+            raise RequestError(f"tokens={shown(tokens)}: expected a tensor, {right}")
+        fits = tokens.ndim == 2 and 0 not in tokens.shape
+        fits = fits if shape is None else tokens.shape == torch.Size(shape)
+        if not fits or tokens.dtype != torch.int64 or tokens.device != device:
+            got = f"{tokens.dtype} {list(tokens.shape)} on {tokens.device}"
+            raise RequestError(f"tokens are {got}; expected {right}")
+        if device.type == "cpu":
+            check_ids(tokens.flatten(), V)
 
     def _check_room(self, lengths: Sequence[int], count: int) -> None:
         for length in lengths:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from spindle.decode.sampling import SamplingRows, probabilities, sample
+from spindle.kernels.twins import wide
 from spindle.kvcache.static import StaticKV
 from spindle.model.layers import Model
 
@@ -35,7 +36,7 @@ class DecodeStep:
         R, V = len(seq_lens), model.config.vocab_size
         self.tokens = torch.zeros_like(seq_lens)
         self.logits = torch.zeros(R, V, dtype=model.dtype, device=seq_lens.device)
-        self.probs = torch.zeros_like(self.logits) if keep_probs else None
+        self.probs = wide(torch.zeros_like(self.logits)) if keep_probs else None
 
     @torch.inference_mode()
     def run(self) -> None:
@@ -57,6 +58,10 @@ class DecodeStep:
         """What `run` reads and changes, but for the cache."""
         probs = [] if self.probs is None else [self.probs]
         return [self.tokens, self.seq_lens, self.logits, *probs, *self.sampling.tensors()]
+
+    def inputs(self) -> list[Tensor]:
+        """What `run` both reads and changes, but for cache and lengths: to take a step back."""
+        return [self.tokens, *(self.sampling.tensors() if self.sampling.counts else [])]
 
 
 class ChunkStep:
@@ -82,3 +87,7 @@ class ChunkStep:
     def state(self) -> list[Tensor]:
         """What `run` reads and changes, but for the cache."""
         return [self.tokens, self.seq_lens, self.logits]
+
+    def inputs(self) -> list[Tensor]:
+        """What `run` both reads and changes, but for cache and lengths: nothing."""
+        return []

@@ -314,3 +314,15 @@ def available() -> bool:
         _log.warning("the emulator: not used, the ops run without it: %s", cause)
         return False
     return True
+
+
+def give_up(cause: OSError) -> None:
+    """Have the ops run without the emulator from now on, and say why: a source does not compile.
+
+    One that is `edited` is somebody's own: then the cause is raised.
+    """
+    global _on
+    if _edits:
+        raise cause
+    _on = False
+    _log.warning("the emulator: not used any more, the ops run without it: %s", cause)

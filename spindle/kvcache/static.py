@@ -67,7 +67,8 @@ class StaticKV:
             got = f"{seq_lens.dtype} {list(seq_lens.shape)} on {seq_lens.device}"
             want = f"torch.int64 [1 to {self.rows}] on {self.keys.device}"
             raise TypeError(f"seq_lens is {got}; expected {want}")
-        assert count >= 1, count
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise TypeError(f"count is {count!r}; expected a whole number of 1 or more")
         return StaticView(self, seq_lens, count)
 
     def check_room(self, lengths: Iterable[int], count: int = 1) -> None:
@@ -80,7 +81,13 @@ class StaticKV:
             self._check_row(row, length, count)
 
     def fork(self, row: int, twin: int) -> None:
-        """Begin a second sequence, in row `twin`, with a copy of all that `row` has stored."""
+        """Begin a second sequence, in row `twin`, with a copy of all that `row` has stored.
+
+        RequestError: there is no such row.
+        """
+        for one in (row, twin):
+            if not 0 <= one < self.rows:
+                raise RequestError(f"row {one}: the cache has rows 0 to {self.rows - 1}")
         for cache in (self.keys, self.values):
             cache[:, twin] = cache[:, row]
 
