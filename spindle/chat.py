@@ -98,7 +98,8 @@ def converse(args: argparse.Namespace) -> int:
         raise RequestError(without_template(args.model))
     probe = {"role": "user", "content": "Hello"}  # a template or a system that it refuses
     tokenizer.encode_chat([*opening(args.system), probe])  # is refused before weights are read
-    engine = Engine(load_hf(directory, args.device, args.dtype), args.max_seq_len)
+    model = load_hf(directory, args.device, args.dtype, args.quantize)
+    engine = Engine(model, args.max_seq_len)
     conversation = Conversation(engine, tokenizer, params, args.system)
     if not sys.stdin.isatty():
         return at_a_pipe(conversation, piped_lines(), args.quiet)

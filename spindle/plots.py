@@ -41,6 +41,7 @@ __all__ = [
     "token_strip",
     "token_times",
     "trace_cells",
+    "waterfall",
 ]
 
 # Roles, after Okabe and Ito ("Color Universal Design", 2008). The requests have colours of their
@@ -213,6 +214,46 @@ def _plain_ticks(ax: Axes, max_rows: int) -> None:
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_minor_locator(NullLocator())
+
+
+# --- what each change is worth ------------------------------------------------------------------
+
+
+def waterfall(
+    stages: Sequence[tuple[str, float]],
+    total: str,
+    bound: tuple[str, float],
+    title: str,
+    xlabel: str,
+) -> Figure:
+    """From a first figure down towards a bound: what each stage takes off the one before it.
+
+    `stages` are (name, figure after it), the first one whole; each later one is drawn from the
+    figure before it to its own, and says the difference. `total` is what the last figure is called,
+    drawn whole; `bound`, a name and a figure, is predicted, and drawn first.
+    """
+    values, last = [value for _, value in stages], len(stages)
+    fig, ax = figure(8, 1.7 + 0.4 * (last + 2), title, xlabel)
+    ax.axvline(bound[1], ls="--", lw=1, color=COLOURS["predicted"], label="bound")
+    _fall(ax, last + 1, 0, bound[1], COLOURS["predicted"], _short(bound[1]))
+    _fall(ax, 0, 0, values[0], COLOURS["recorded"], _short(values[0]))
+    for line, (before, value) in enumerate(pairwise(values), 1):
+        text = f"{value - before:+.3g}".replace("-", "\N{MINUS SIGN}")
+        _fall(ax, line, before, value, COLOURS["measured" if value <= before else "ink"], text)
+    _fall(ax, last, 0, values[-1], COLOURS["recorded"], _short(values[-1]))
+    for line, value in enumerate(values):
+        ax.plot([value, value], [line, line + 1], color=COLOURS["faint"], lw=1, zorder=0)
+    names = [*(name for name, _ in stages), total, bound[0]]
+    ax.set_yticks(range(len(names)), names)
+    ax.set(ylim=(len(names) - 0.4, -0.6), xlim=(0, 1.15 * max(bound[1], *values)))
+    ax.tick_params(axis="y", length=0)
+    return fig
+
+
+def _fall(ax: Axes, line: int, start: float, stop: float, colour: str, text: str) -> None:
+    left, right = sorted((start, stop))
+    ax.add_patch(Rectangle((left, line - 0.32), right - left, 0.64, color=colour, lw=0))
+    _note(ax, text, right, line, colour, (6, 0), va="center")
 
 
 # --- tokens and attention -----------------------------------------------------------------------

@@ -30,7 +30,8 @@ def generate(args: argparse.Namespace, prompts: Sequence[str], params: SamplingP
 
     seqs = max(32, params.samples)  # LLM's own default, or room for one prompt's answers
     options = {"max_seqs": seqs, "max_batch_tokens": 16 * seqs, "max_model_len": args.max_seq_len}
-    llm = LLM(args.model, device=args.device, dtype=args.dtype, **options)
+    where = {"device": args.device, "dtype": args.dtype, "quantize": args.quantize}
+    llm = LLM(args.model, **where, **options)
     start = time.perf_counter()
     outputs = _run(llm, _add(llm, prompts, params))
     seconds = time.perf_counter() - start

@@ -429,16 +429,20 @@ def test_fused_attention_is_the_twin(dtype, start, T, heads):
     torch.testing.assert_close(ours, right, rtol=16 * eps, atol=16 * eps)
 
 
-def test_attention_of_a_prompt_is_fused_on_a_gpu_and_the_twin_on_a_cpu(monkeypatch):
+def test_attention_of_a_prompt_is_fused_but_in_float64_the_twin(monkeypatch):
+    """64 bits are for being exact, and the twin says what that is."""
     q = random(3, 4, 8)
-    assert torch.equal(kernels.attend(q, q, q, 0, 0.3), twins.attend(q, q, q, 0, 0.3))
+    exact = q.double()
+    right = twins.attend(exact, exact, exact, 0, 0.3)
+    assert torch.equal(kernels.attend(exact, exact, exact, 0, 0.3), right)
     seen: list[str] = []
     for forms, name in ((twins, "twin"), (ops, "fused")):
         monkeypatch.setattr(forms, "attend", lambda *given, name=name: seen.append(name))
+    kernels.attend(exact, exact, exact, 0, 0.3)
     kernels.attend(q, q, q, 0, 0.3)
     with FakeTensorMode():
         kernels.attend(*[torch.empty(3, 4, 8, device="cuda")] * 3, 0, 0.3)
-    assert seen == ["twin", "fused"]
+    assert seen == ["twin", "fused", "fused"]
 
 
 # --- the library that nvcc makes -----------------------------------------------------------------
@@ -773,3 +777,33 @@ def test_fused_attention_on_a_gpu_is_the_twin():
         k, v = (random(start + T, 3, 64, seed=n, dtype=torch.bfloat16).cuda() for n in range(2))
         ours, right = kernels.attend(q, k, v, start, 0.125), twins.attend(q, k, v, start, 0.125)
         torch.testing.assert_close(ours, right, rtol=2**-6, atol=2**-6)
+
+
+@on_linux
+def test_an_emulated_source_that_does_not_compile_is_said_once_and_the_ops_run_on(
+    monkeypatch, caplog
+):
+    """The op that needed it, and all after it, take another form: no answer ends in the middle."""
+    q, keys, values, *rest = arguments("paged_attend")
+    right = twins.paged_attend(q, keys, values, *rest)
+
+    def broken(file):
+        raise OSError(f"g++ failed with status 1: {file}: out of luck")
+
+    with emulate.ops_emulated():
+        monkeypatch.setattr(emulate, "available", lambda: True)
+        monkeypatch.setattr(emulate, "library_of", broken)
+        for _ in range(3):
+            torch.testing.assert_close(kernels.paged_attend(q, keys, values, *rest), right)
+        assert not emulate.enabled()
+    (record,) = caplog.records
+    assert "decode.cu: out of luck" in record.getMessage()
+
+
+@on_linux
+def test_an_edited_source_that_does_not_compile_is_an_error(monkeypatch):
+    """Whoever edits it wants to see what the compiler says."""
+    x, weight = random(2, 8), random(8)
+    with emulate.ops_emulated(), emulate.edited("rmsnorm.cu", "float squares", "flaot squares"):
+        with pytest.raises(OSError, match="flaot"):
+            kernels.rms_norm(x, weight, 1e-5)

@@ -7,7 +7,9 @@ only when it is asked for. Its name and sentence stand here, so that help needs 
 BENCHES = {
     "device": "a GPU from end to end: build, kernels, graphs, bandwidth, latency; or a dry run",
     "latency": "one stream: steps run or replayed, ops plain or fused, against the memory's speed",
-    "peers": "one greedy stream beside transformers: same weights, same prompt, alternating runs",
+    "peers": "one stream, eight, and traffic, beside the engines that are installed, by turns",
+    "profile": "a decode step part by part, and from the plain step to the bound, lever by lever",
+    "quantize": "weights in 8 bits: bytes, logits, how well a text is foretold, an answer",
     "replay": "one trace in two memories: slots reserved at admission, or blocks as tokens come",
     "scale": "what scheduling costs a token: 1,000 to 100,000 requests waiting, and no model",
     "traffic": "many users: static batches against continuous ones, and transformers",

@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 _linear = torch.ops.spindle.linear.default
+_int8_linear = torch.ops.spindle.int8_linear.default
 _rms_norm = torch.ops.spindle.rms_norm.default
 _add_rms_norm = torch.ops.spindle.add_rms_norm.default
 _rope = torch.ops.spindle.rope.default
@@ -53,6 +54,8 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
         raise TypeError(f"linear: x is {got}, its weight is {want}")
     if weight.panels is not None:
         return _linear(x, weight.panels, weight.bias, weight.shape[0])
+    if weight.int8 is not None:
+        return _int8_linear(x, weight.int8, weight.scale, weight.bias)
     if weight.onednn is not None:
         return onednn_linear(x, weight)
     assert weight.plain is not None
@@ -97,7 +100,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> Tensor:
 
     k, v [S, Hk, D] with S = start + T: query t sees key j when j <= start + t.
     """
-    form = ops.attend if q.is_cuda else twins.attend
+    form = twins.attend if q.dtype == torch.float64 else ops.attend  # what is exact, what is quick
     return form(q, k, v, start, scale)
 
 

@@ -16,6 +16,8 @@ from spindle.kernels import build
 PANEL = 32  # outputs side by side, as in cpu.cpp
 _POINTER, _LENGTH = ctypes.c_void_p, ctypes.c_int64
 _ARGUMENTS = {  # of each op: pointers, lengths, floats; then the number of threads
+    "int8_linear": (5, 3, 0),
+    "int8_pack": (2, 2, 0),
     "linear": (4, 3, 0),
     "pack": (2, 2, 0),
     "paged_attend": (6, 7, 1),
@@ -47,13 +49,14 @@ def takes(x: Tensor) -> bool:
 
 
 def to_panels(weight: Tensor) -> Tensor:
-    """weight [N, K] float32 -> panels [ceil(N / 32), K, 32], a copy."""
+    """weight [N, K] of float32 or int8 -> panels [ceil(N / 32), K, 32], a copy."""
     N, K = weight.shape
     weight = weight.contiguous()
     panels = weight.new_empty(-(-N // PANEL), K, PANEL)
     lib = _library()
     assert lib is not None
-    lib.spindle_pack(weight.data_ptr(), panels.data_ptr(), N, K, torch.get_num_threads())
+    to_panels = lib.spindle_int8_pack if weight.dtype == torch.int8 else lib.spindle_pack
+    to_panels(weight.data_ptr(), panels.data_ptr(), N, K, torch.get_num_threads())
     return panels
 
 
@@ -72,6 +75,19 @@ def linear(x: Tensor, panels: Tensor, bias: Tensor | None, outputs: int) -> Tens
     assert lib is not None
     threads = torch.get_num_threads()
     lib.spindle_linear(x.data_ptr(), panels.data_ptr(), add, y.data_ptr(), T, K, outputs, threads)
+    return y
+
+
+def int8_linear(x: Tensor, panels: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """`linear` for integers in panels; output n's sum is times scale [N] before the bias."""
+    x = x.contiguous()
+    (T, K), N = x.shape, scale.shape[0]
+    y = x.new_empty(T, N)
+    add = None if bias is None else bias.data_ptr()
+    lib = _library()
+    assert lib is not None
+    pointers = (x.data_ptr(), panels.data_ptr(), scale.data_ptr(), add, y.data_ptr())
+    lib.spindle_int8_linear(*pointers, T, K, N, torch.get_num_threads())
     return y
 
 

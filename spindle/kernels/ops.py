@@ -24,6 +24,7 @@ from spindle.kernels import cuda, emulate, native, twins
 
 SCHEMAS = {
     "linear": "(Tensor x, Tensor panels, Tensor? bias, int outputs) -> Tensor",
+    "int8_linear": "(Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> Tensor",
     "rms_norm": "(Tensor x, Tensor weight, float eps) -> Tensor",
     "add_rms_norm": "(Tensor x, Tensor(a!) residual, Tensor weight, float eps) -> Tensor",
     "rope": "(Tensor(a!) q, Tensor(b!) k, Tensor cos, Tensor sin) -> ()",
@@ -35,6 +36,8 @@ SCHEMAS = {
         " -> Tensor"
     ),
 }
+
+PRODUCTS = ("linear", "int8_linear")  # no CUDA source: `kernels.linear` says what does their work
 
 Form = Callable[..., Any]
 
@@ -132,6 +135,8 @@ def _on_cpu(source: Form, plain: Form) -> Form:
                 return source(*arguments)
             except cuda.Unfit:
                 pass
+            except OSError as cause:  # of the compiler, before anything was run
+                emulate.give_up(cause)
         return plain(*arguments)
 
     return op
@@ -154,10 +159,7 @@ def _on_cuda(source: Form, twin: Form) -> Form:
 def _register(library: Library) -> None:
     for name, schema in SCHEMAS.items():
         library.define(name + schema)
-        if name == "linear":  # a form of its own: `kernels.linear` says where there are others
-            library.impl(name, native.linear, "CPU")
-            library.impl(name, _rows_of, "Meta")
-        else:
+        if name not in PRODUCTS:
             source, twin = _op(cuda, name), _op(twins, name)
             library.impl(name, _on_cpu(source, PLAIN.get(name, twin)), "CPU")
             library.impl(name, _on_cuda(source, twin), "CUDA")
@@ -169,12 +171,27 @@ def _op(forms: ModuleType, name: str) -> Form:
     return _normed(form) if name == "add_rms_norm" else form
 
 
-def _rows_of(x: Tensor, panels: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+def _register_products(library: Library) -> None:
+    library.impl("linear", native.linear, "CPU")
+    library.impl("linear", lambda x, panels, bias, outputs: _room(x, outputs), "Meta")
+    library.impl("int8_linear", _int8_linear, "CPU")
+    library.impl("int8_linear", twins.int8_linear, "CUDA")
+    library.impl("int8_linear", lambda x, weight, scale, bias: _room(x, len(scale)), "Meta")
+
+
+def _int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """In panels [ceil(N / 32), K, 32] if the native form is to read them, else [N, K]."""
+    form = native.int8_linear if weight.ndim == 3 else twins.int8_linear
+    return form(x, weight, scale, bias)
+
+
+def _room(x: Tensor, outputs: int) -> Tensor:
     return x.new_empty(x.shape[0], outputs)
 
 
 _library = Library("spindle", "DEF")  # the ops are gone when it is
 _register(_library)
+_register_products(_library)
 
 
 # --- attention of a prompt, which torch has an op for --------------------------------------------

@@ -21,6 +21,31 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight [N, K] -> int8 [N, K] in -127..127 and scale [N] float32; row n is about q[n] s[n].
+
+    The largest number of a row is 127 steps of it, so none is further off than half a step, but for
+    rounding: |w - q s| <= s (1/2 + 2^-16). A row that is not finite has a scale that is not, and
+    stands for NaN.
+    """
+    w = weight.float()
+    tiny = torch.finfo(torch.float32).tiny  # zeros have a scale to be divided by, too
+    scale = (w.abs().amax(dim=1) / 127).clamp(min=tiny)  # [N]
+    steps = (w / scale[:, None]).nan_to_num_().round_().clamp_(-127, 127)
+    return steps.to(torch.int8), scale
+
+
+def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """q [N, K] times scale [N] by rows, rounded to `dtype` once."""
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    return (q.to(exact) * scale[:, None]).to(dtype)
+
+
+def int8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, K] times integers [N, K] with a scale [N] a row, transposed, plus bias -> [T, N]."""
+    return F.linear(x, dequantize(q, scale, x.dtype), bias)
+
+
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """Shift and scale each row of x [T, E] to mean 0, variance 1 (Ba et al. 2016), then affine."""
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)

@@ -39,8 +39,10 @@ class Source:
     tied = False  # the output head is the token embedding
     spare = True  # memory allows a tied embedding to be packed once more, for the head
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, quantize: str | None = None
+    ) -> None:
+        self.dtype, self.device, self.quantize = dtype, device, quantize
         self._scratch = self._empty(0)
 
     def fill(self, out: Tensor, name: str) -> None:
@@ -68,15 +70,22 @@ class Source:
         if bias is not None:
             for name, block in zip(parts, bias.split(outputs), strict=True):
                 self.fill(block, f"{name}.bias")
-        return pack(weight, bias)
+        return pack(weight, bias, self.quantize)
 
     def embeddings(self, embed: str, head: str, rows: int, width: int) -> tuple[Tensor, Weight]:
-        """The token embedding [rows, width] and the output head; one tensor where they are tied."""
+        """The token embedding [rows, width] and the output head; one tensor where they are tied.
+
+        The table stays in floats when the head is quantized: a lookup reads few of its rows.
+        """
         table = self(embed, rows, width)
-        return table, self.tied_head(table) if self.tied else pack(self(head, rows, width))
+        if self.tied:
+            return table, self.tied_head(table)
+        return table, pack(self(head, rows, width), None, self.quantize)
 
     def tied_head(self, table: Tensor) -> Weight:
         """The embedding as the head: packed once more if it packs and fits, else shared."""
+        if self.quantize is not None:
+            return pack(table, None, self.quantize)
         return pack(table) if self.spare and packs(table) else Weight(table.shape, plain=table)
 
     def _room(self, rows: int, columns: int) -> Tensor:

@@ -38,26 +38,42 @@ def load_hf(
     model: str | Path,
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
+    quantize: str | None = None,
 ) -> Model:
     """Load a Hugging Face checkpoint: a bundled or cached name, a directory, or a hub id.
 
     device "auto" is a CUDA GPU if there is one, else the CPU. dtype "auto" is float32 on a CPU and
-    the checkpoint's own on a GPU. Raises ModelNotFound, ConfigError, CheckpointError.
+    the checkpoint's own on a GPU. quantize "int8": the weights of linear layers, the head's among
+    them, become integers with a scale for each output; all else stays in `dtype`. Raises
+    RequestError, ModelNotFound, ConfigError, CheckpointError.
     """
     from spindle import hub
 
+    check_quantize(quantize)
     directory = hub.resolve(model)
     config = ModelConfig.from_directory(directory)
     place = pick_device(device)
-    return load(directory, config, pick_dtype(dtype, place, config), place)
+    return load(directory, config, pick_dtype(dtype, place, config), place, quantize)
 
 
-def load(directory: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Model:
+def load(
+    directory: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantize: str | None = None,
+) -> Model:
     """Build the model of `config` from the safetensors files of `directory`."""
     family = FAMILIES[config.model_type]
     checkpoint = Checkpoint(directory, config, family.prefix, family.buffers)
     checkpoint.check(wishes(config))
-    return family(config, checkpoint.reader(dtype, device))
+    return family(config, checkpoint.reader(dtype, device, quantize))
+
+
+def check_quantize(quantize: str | None) -> None:
+    """RequestError in words for what weights cannot be turned into."""
+    if quantize is not None and not (isinstance(quantize, str) and quantize == "int8"):
+        raise RequestError(f"quantize={shown(quantize)}: expected None or 'int8'")
 
 
 def pick_device(device: str | torch.device = "auto") -> torch.device:
@@ -146,16 +162,24 @@ class Checkpoint:
                 f"({self.config.model_type}):\n  {listed}"
             )
 
-    def reader(self, dtype: torch.dtype, device: torch.device) -> Reader:
+    def reader(
+        self, dtype: torch.dtype, device: torch.device, quantize: str | None = None
+    ) -> Reader:
         """The source that reads this checkpoint, once `check` has found nothing."""
-        return Reader(self, dtype, device)
+        return Reader(self, dtype, device, quantize)
 
 
 class Reader(Source):
     """The Source of a checked checkpoint: it converts straight from the mapped file."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(dtype, device)
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantize: str | None = None,
+    ) -> None:
+        super().__init__(dtype, device, quantize)
         self.tied, self.spare = checkpoint.config.tie_embeddings, spare_head(checkpoint.config)
         self._files = checkpoint.files
         self._open: dict[Path, Any] = {}
@@ -177,7 +201,7 @@ class Reader(Source):
             return table, self.tied_head(table)
         other = self(given[1], rows, width)
         same = self.tied and torch.equal(table, other)
-        return table, self.tied_head(table) if same else pack(other)
+        return table, self.tied_head(table) if same else pack(other, None, self.quantize)
 
 
 class Wishes(Source):
@@ -224,9 +248,15 @@ class RandomSource(Source):
     """
 
     def __init__(
-        self, config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device, gain: float
+        self,
+        config: ModelConfig,
+        seed: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        gain: float,
+        quantize: str | None = None,
     ) -> None:
-        super().__init__(dtype, device)
+        super().__init__(dtype, device, quantize)
         self.tied, self.spare = config.tie_embeddings, spare_head(config)
         self._seed, self._scale = seed, gain / config.width**0.5
 
@@ -244,9 +274,11 @@ def random_model(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     gain: float = 2.0,
+    quantize: str | None = None,
 ) -> Model:
     """A model of this shape with random weights, for tests and for measuring where speed goes."""
-    source = RandomSource(config, seed, dtype, torch.device(device), gain)
+    check_quantize(quantize)
+    source = RandomSource(config, seed, dtype, torch.device(device), gain, quantize)
     return FAMILIES[config.model_type](config, source)
 
 

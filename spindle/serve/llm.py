@@ -23,7 +23,7 @@ from spindle.errors import RequestError, shown
 from spindle.kvcache.blocks import BlockTable
 from spindle.kvcache.paged import PagedKV
 from spindle.model.layers import Model
-from spindle.model.weights import load_hf
+from spindle.model.weights import check_quantize, load_hf
 from spindle.serve.deltas import DeltaStream
 from spindle.serve.interrupts import held_back
 from spindle.serve.outputs import RequestOutput, output_of
@@ -41,13 +41,13 @@ class LLM:
     """Serves many requests at once from one model and one pool of KV blocks.
 
     model: a bundled or cached name, a directory, a hub id, or a loaded model (then `tokenizer` is
-    needed for text). num_blocks: by default room for max_seqs sequences of max_model_len tokens,
-    within a quarter of the free memory. max_seqs sequences run at once, max_batch_tokens rows go
-    through the model in a step. preemption "swap": `host_blocks` of host memory, by default as
-    many as num_blocks. graphs: replay steps in which each sequence gets one token, instead of
-    running them; by default on a GPU, and on a GPU alone. trace: keep the last N plans. Raises
-    RequestError for what cannot be. An LLM is for one thread at a time: whoever shares it among
-    several holds a lock.
+    needed for text). quantize: None, or "int8", as `load_hf` takes it. num_blocks: by default room
+    for max_seqs sequences of max_model_len tokens, within a quarter of the free memory. max_seqs
+    sequences run at once, max_batch_tokens rows go through the model in a step. preemption "swap":
+    `host_blocks` of host memory, by default as many as num_blocks. graphs: replay steps in which
+    each sequence gets one token, instead of running them; by default on a GPU, and on a GPU alone.
+    trace: keep the last N plans. Raises RequestError for what cannot be. An LLM is for one thread
+    at a time: whoever shares it among several holds a lock.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class LLM:
         tokenizer: Tokenizer | None = None,
         device: str | torch.device = "auto",
         dtype: str | torch.dtype = "auto",
+        quantize: str | None = None,
         block_size: int = 16,
         num_blocks: int | None = None,
         max_model_len: int | None = None,
@@ -75,10 +76,14 @@ class LLM:
         for name, value in (("block_size", block_size), ("max_seqs", max_seqs)):
             check_count(name, value)
         check_count("max_batch_tokens", max_batch_tokens, max_seqs, f"max_seqs={max_seqs}")
+        check_quantize(quantize)
         if isinstance(model, str | Path):
             directory = hub.resolve(model)
             tokenizer = tokenizer or Tokenizer(directory)
-            model = load_hf(directory, device, dtype)
+            model = load_hf(directory, device, dtype, quantize)
+        elif quantize is not None:
+            right = f"expected load_hf(..., quantize={quantize!r}) to have done it"
+            raise RequestError(f"quantize={quantize!r}: the model is loaded already; {right}")
         if not hasattr(model, "config"):
             right = "expected a name, a directory, or a loaded model"
             raise RequestError(f"model={shown(model)}: {right}")

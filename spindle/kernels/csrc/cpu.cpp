@@ -10,6 +10,10 @@
 // K, within a block k by k, then the blocks in turn. So a row has the same bits alone and in any
 // batch. (Blocks also keep what is read of a panel in the cache while further rows pass over it.)
 //
+// int8_linear: the same over integers in -127..127, each output's with a scale of its own. They are
+// widened to floats, exactly, as they are read: a quarter of the bytes, the same sums in the same
+// order, and at the end one product with the scale.
+//
 // paged_attend: a query over the keys that it sees, block by block of its row's table. Scores,
 // softmax and the weighted sum are taken in an order that the number of keys alone decides, so a
 // query's result depends on nothing beside it. Keys and values are read where they lie, a block from
@@ -24,11 +28,15 @@
 #include <cstring>
 #include <vector>
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 namespace {
 
 constexpr int NR = 32;    // outputs in a panel
 constexpr int KB = 512;   // inputs in a block: 64 kB of panel
-constexpr int AHEAD = 64; // inputs that are asked for before they are needed: 8 kB of panel
+constexpr int AHEAD = 8192;  // bytes of panel that are asked for before they are needed
 #ifdef __AVX512F__
 constexpr int MR = 12;    // rows at a time: 24 of 32 registers hold sums
 #else
@@ -37,16 +45,41 @@ constexpr int MR = 3;     // 12 of 16 registers of half the width
 
 typedef float Half __attribute__((vector_size(NR / 2 * sizeof(float)), aligned(sizeof(float))));
 
+// Half a row of a panel as floats.
+inline void widen(const float* w, Half& out) { out = *reinterpret_cast<const Half*>(w); }
+
+inline void widen(const int8_t* w, Half& out) {
+#if defined(__AVX512F__)  // what gcc does not make of the portable form below
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(w));
+  out = (Half)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+#elif defined(__AVX2__)
+  for (int half = 0; half < 2; ++half) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(w + 8 * half));
+    const __m256 floats = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+    std::memcpy(reinterpret_cast<char*>(&out) + half * sizeof floats, &floats, sizeof floats);
+  }
+#else
+  typedef int8_t Bytes __attribute__((vector_size(NR / 2), aligned(1)));
+  typedef int16_t Shorts __attribute__((vector_size(NR)));
+  typedef int32_t Ints __attribute__((vector_size(2 * NR)));
+  const Shorts shorts = __builtin_convertvector(*reinterpret_cast<const Bytes*>(w), Shorts);
+  out = __builtin_convertvector(__builtin_convertvector(shorts, Ints), Half);
+#endif
+}
+
 // R rows of x [R, K] from column k on, times `depth` rows of a panel; added to y [R, N].
-template <int R>
-void tile(const float* x, const float* panel, float* y, int64_t K, int64_t N, int64_t depth,
-          int width, const float* bias) {
+template <int R, typename W>
+void tile(const float* x, const W* panel, float* y, int64_t K, int64_t N, int64_t depth, int width,
+          const float* bias) {
   Half sum[R][2] = {};
   for (int64_t k = 0; k < depth; ++k) {
-    const float* at = panel + k * NR;
-    __builtin_prefetch(at + AHEAD * NR);  // two lines of 64 bytes; past the end it does nothing
-    __builtin_prefetch(at + AHEAD * NR + NR / 2);
-    const Half* w = reinterpret_cast<const Half*>(at);
+    const W* at = panel + k * NR;
+    const char* ahead = reinterpret_cast<const char*>(at) + AHEAD;
+    for (size_t line = 0; line < NR * sizeof(W); line += 64)
+      __builtin_prefetch(ahead + line);  // past the end it does nothing
+    Half w[2];
+    widen(at, w[0]);
+    widen(at + NR / 2, w[1]);
     for (int r = 0; r < R; ++r) {
       sum[r][0] += x[r * K + k] * w[0];
       sum[r][1] += x[r * K + k] * w[1];
@@ -76,34 +109,64 @@ void tile_of(int rows, Args... args) {
 
 const float zeros[NR] = {};
 
-}  // namespace
+// y[T, N] of a panel's outputs, times their scales, plus their biases.
+void rescale(float* y, const float* scale, const float* bias, int64_t T, int64_t N, int width) {
+  for (int64_t t = 0; t < T; ++t)
+    for (int n = 0; n < width; ++n) y[t * N + n] = y[t * N + n] * scale[n] + bias[n];
+}
 
-extern "C" void spindle_linear(const float* x, const float* panels, const float* bias, float* y,
-                               int64_t T, int64_t K, int64_t N, int threads) {
+template <typename W>
+void multiply(const float* x, const W* panels, const float* scale, const float* bias, float* y,
+              int64_t T, int64_t K, int64_t N, int threads) {
   const int64_t count = (N + NR - 1) / NR;
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t p = 0; p < count; ++p) {
     const int64_t n = p * NR;
     const int width = static_cast<int>(std::min<int64_t>(NR, N - n));
-    const float* start = bias != nullptr ? bias + n : zeros;
+    const float* add = bias != nullptr ? bias + n : zeros;
+    const float* start = scale != nullptr ? zeros : add;
     for (int64_t k = 0; k < K; k += KB) {
-      const float* block = panels + (p * K + k) * NR;
+      const W* block = panels + (p * K + k) * NR;
       for (int64_t t = 0; t < T; t += MR)
         tile_of<MR>(static_cast<int>(std::min<int64_t>(MR, T - t)), x + t * K + k, block,
                     y + t * N + n, K, N, std::min<int64_t>(KB, K - k), width,
                     k == 0 ? start : nullptr);
     }
+    if (scale != nullptr) rescale(y + n, scale + n, add, T, N, width);
   }
 }
 
-// w [N, K] -> panels [N/32, K, 32], the last one filled up with zeros.
-extern "C" void spindle_pack(const float* w, float* panels, int64_t N, int64_t K, int threads) {
+template <typename W>
+void to_panels(const W* w, W* panels, int64_t N, int64_t K, int threads) {
   const int64_t count = (N + NR - 1) / NR;
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t p = 0; p < count; ++p)
     for (int64_t k = 0; k < K; ++k)
       for (int64_t n = 0; n < NR; ++n)
-        panels[(p * K + k) * NR + n] = p * NR + n < N ? w[(p * NR + n) * K + k] : 0.0f;
+        panels[(p * K + k) * NR + n] = p * NR + n < N ? w[(p * NR + n) * K + k] : W{};
+}
+
+}  // namespace
+
+extern "C" void spindle_linear(const float* x, const float* panels, const float* bias, float* y,
+                               int64_t T, int64_t K, int64_t N, int threads) {
+  multiply(x, panels, nullptr, bias, y, T, K, N, threads);
+}
+
+extern "C" void spindle_int8_linear(const float* x, const int8_t* panels, const float* scale,
+                                    const float* bias, float* y, int64_t T, int64_t K, int64_t N,
+                                    int threads) {
+  multiply(x, panels, scale, bias, y, T, K, N, threads);
+}
+
+// w [N, K] -> panels [N/32, K, 32], the last one filled up with zeros.
+extern "C" void spindle_pack(const float* w, float* panels, int64_t N, int64_t K, int threads) {
+  to_panels(w, panels, N, K, threads);
+}
+
+extern "C" void spindle_int8_pack(const int8_t* w, int8_t* panels, int64_t N, int64_t K,
+                                  int threads) {
+  to_panels(w, panels, N, K, threads);
 }
 
 namespace {
