@@ -52,7 +52,7 @@ class Runner:
             logits, tokens = self.recorded.run(chunks)
             self.replayed += 1
         else:
-            logits, tokens = self._run(chunks, rows)
+            logits, tokens = self._draw(chunks, rows, self._pass(chunks))
         if rows:
             self._give(outputs, chunks, rows, logits, tokens)
         return outputs
@@ -64,19 +64,22 @@ class Runner:
         assert self.recorded is not None
         return single and rows == own and self.recorded.takes(len(chunks))
 
-    def _run(
-        self, chunks: tuple[Chunk, ...], rows: list[tuple[int, int]]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The pass; of the last row of each chunk that samples, logits [R, V] and tokens [R].
-
-        rows: (chunk, which answer), as many for a chunk as answers begin there. The logits of
-        fillers are computed behind them, and not looked at: a padded batch has them too.
-        """
+    def _pass(self, chunks: tuple[Chunk, ...]) -> torch.Tensor:
+        """All tokens of the chunks through the model -> hidden [T, E]."""
         device = self.model.device
         index = StepIndex.of([(n, c.start, c.count) for n, c in enumerate(chunks)], device)
         view = self.kv.view(index, [chunk.sequence.table for chunk in chunks])
         ids = [i for c in chunks for i in c.sequence.ids[c.start : c.start + c.count]]
-        hidden = self.model(torch.tensor(ids, device=device), view)  # [T, E]
+        return self.model(torch.tensor(ids, device=device), view)
+
+    def _draw(
+        self, chunks: tuple[Chunk, ...], rows: list[tuple[int, int]], hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the last row of each chunk that samples, logits [R, V] and tokens [R].
+
+        rows: (chunk, which answer), as many for a chunk as answers begin there. The logits of
+        fillers are computed behind them, and not looked at: a padded batch has them too.
+        """
         if not rows:
             return hidden, hidden
         ends = list(accumulate(chunk.count for chunk in chunks))
@@ -85,7 +88,7 @@ class Runner:
         logits = self.model.logits(hidden[last])[: len(rows)]  # [R, V]
         sampling = self._sampling_rows([chunks[n] for n, _ in rows], [s for _, s in rows])
         position = [len(chunks[n].sequence.ids) for n, _ in rows]
-        return logits, sample(logits, sampling, torch.tensor(position, device=device))
+        return logits, sample(logits, sampling, torch.tensor(position, device=logits.device))
 
     def _give(
         self,
