@@ -8,6 +8,7 @@ memory or from a cache is not asked.
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import sys
 from collections import Counter
@@ -70,7 +71,13 @@ def _is_op(name: str, x: object) -> bool:
 def _of_views() -> list[Place]:
     kinds = (static.StaticView, static.PrefillView, paged.PagedView)
     parts = {"write": WRITES, "attend": ATTENTION}
-    return [Place(kind, name, part) for kind in kinds for name, part in parts.items()]
+    pairs = itertools.product(kinds, parts.items())
+    return [Place(_definer(kind, name), name, part) for kind, (name, part) in pairs]
+
+
+def _definer(kind: type, name: str) -> type:
+    """The class that a kind has its method from."""
+    return next(one for one in kind.__mro__ if name in vars(one))
 
 
 def _around() -> list[Place]:
@@ -78,7 +85,7 @@ def _around() -> list[Place]:
     return [
         Place(step.DecodeStep, "draw", SAMPLING),
         Place(runner, "sample", SAMPLING),
-        Place(runner.Runner, "_sampling_rows", SAMPLING),
+        Place(runner, "sampling_rows", SAMPLING),
         *(Place(scheduler.Scheduler, name, SCHEDULER) for name in ("schedule", "commit")),
         *(Place(detokenize.AnswerText, name, TEXT) for name in ("push", "flush")),
     ]

@@ -107,7 +107,28 @@ def _at_once(copies: list[Copy]) -> list[list[Copy]]:
     return runs
 
 
-class PagedView:
+class DecodeView:
+    """Steps of one token for each of R rows, whose places are read from tensors at every step."""
+
+    def __init__(
+        self, kv: PagedKV, positions: Tensor, slots: Tensor, tables: Tensor, lengths: Tensor
+    ) -> None:
+        self._kv, self.positions = kv, positions  # [R]
+        self._slots, self._tables, self._lengths = slots, tables, lengths  # [R], [R, B], [R]
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store k, v [T, Hk, D] of this step's tokens in their slots."""
+        keys, values = self._kv.layers[layer]
+        kernels.write_kv(keys, self._slots, k)
+        kernels.write_kv(values, self._slots, v)
+
+    def attend(self, layer: int, q: Tensor, scale: float) -> Tensor:
+        """Attention of q [R, H, D] over its own sequence, as far as its length -> [R, H, D]."""
+        keys, values = self._kv.layers[layer]  # [N, P, Hk, D] each
+        return kernels.paged_attend(q, keys, values, self._tables, self._lengths, scale)
+
+
+class PagedView(DecodeView):
     """One step on a PagedKV: each layer writes its new keys, then attends over all.
 
     Chunks of one token are one op over the tables, whatever their number. A longer chunk gathers
@@ -129,35 +150,24 @@ class PagedView:
             for start, count, _, table in self._chunks
             for p in range(start, start + count)
         ]
-        self._slots = torch.tensor(slots, device=self._device)  # [T]
+        self._slots = torch.tensor(slots, device=self._device)  # [T], for `write`
         self._decodes = [chunk for chunk in self._chunks if chunk[1] == 1]
         if self._decodes:
             self._rows, self._tables, self._lengths = self._decode_tensors()
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store k, v [T, Hk, D] of this step's tokens in their sequences' slots."""
-        keys, values = self._kv.layers[layer]
-        kernels.write_kv(keys, self._slots, k)
-        kernels.write_kv(values, self._slots, v)
-
     def attend(self, layer: int, q: Tensor, scale: float) -> Tensor:
         """Attention of q [T, H, D] over its own sequence up to its own position -> [T, H, D]."""
         if self.batched and len(self._decodes) == len(q):  # nothing beside them to put together
-            return self._attend_decodes(layer, q, scale)
+            return super().attend(layer, q, scale)
         out = torch.empty_like(q)
         if self.batched and self._decodes:
-            out[self._rows] = self._attend_decodes(layer, q[self._rows], scale)
+            out[self._rows] = super().attend(layer, q[self._rows], scale)
         for start, count, t, table in self._chunks:
             if count > 1 or not self.batched:
                 mine = slice(t, t + count)
                 k, v = (self._gather(x, table, start + count) for x in self._kv.layers[layer])
                 out[mine] = kernels.attend(q[mine], k, v, start, scale)
         return out
-
-    def _attend_decodes(self, layer: int, q: Tensor, scale: float) -> Tensor:
-        """Attention of the single tokens' q [R, H, D]."""
-        keys, values = self._kv.layers[layer]  # [N, P, Hk, D] each
-        return kernels.paged_attend(q, keys, values, self._tables, self._lengths, scale)
 
     def _decode_tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """Of single tokens: rows of q [R], tables [R, B] filled up with block 0, lengths [R]."""
@@ -174,24 +184,3 @@ class PagedView:
         blocks = -(-length // cache.shape[1])
         found = cache[torch.tensor(table[:blocks], device=self._device)]  # [B, P, Hk, D]
         return found.flatten(0, 1)[:length]
-
-
-class DecodeView:
-    """Steps of one token for each of R rows, whose places are read from tensors at every step."""
-
-    def __init__(
-        self, kv: PagedKV, positions: Tensor, slots: Tensor, tables: Tensor, lengths: Tensor
-    ) -> None:
-        self._kv, self.positions = kv, positions  # [R]
-        self._slots, self._tables, self._lengths = slots, tables, lengths  # [R], [R, B], [R]
-
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store k, v [R, Hk, D] of this step's tokens in their slots."""
-        keys, values = self._kv.layers[layer]
-        kernels.write_kv(keys, self._slots, k)
-        kernels.write_kv(values, self._slots, v)
-
-    def attend(self, layer: int, q: Tensor, scale: float) -> Tensor:
-        """Attention of q [R, H, D] over its own sequence, as far as its length -> [R, H, D]."""
-        keys, values = self._kv.layers[layer]  # [N, P, Hk, D] each
-        return kernels.paged_attend(q, keys, values, self._tables, self._lengths, scale)

@@ -25,6 +25,24 @@ def buckets(most: int) -> list[int]:
     return sorted({min(1 << n, most) for n in range(most.bit_length() + 1)})
 
 
+def sampling_rows(
+    model: Model, sequences: Many[Sequence], samples: Many[int], padding: int = 0
+) -> SamplingRows:
+    """What each sequence's next token is drawn by, then as many rows that are nobody's.
+
+    samples: which of its request's answers the token begins, or goes on with.
+    """
+    prefixes = [Prefix(one.request.prompt, one.output) for one in sequences]
+    return SamplingRows.of(
+        [*(one.request.params for one in sequences), *[PADDING] * padding],
+        model.device,
+        [*samples, *[0] * padding],
+        [*prefixes, *[Prefix([])] * padding],
+        model.config.eos_ids,
+        model.config.vocab_size,
+    )
+
+
 class PagedStep:
     """A token for each of B rows of a paged cache: the pass, and the draw of the next one.
 
@@ -90,7 +108,8 @@ class RecordedDecodes:
     def _load(self, sequences: list[Sequence], bucket: int) -> None:
         """Choose the step for these rows, and give it their parameters."""
         self._loaded = []
-        sampling = self._sampling(sequences, bucket)
+        samples, padding = [one.sample for one in sequences], bucket - len(sequences)
+        sampling = sampling_rows(self.model, sequences, samples, padding)
         key = (bucket, *sampling.kind)
         if key not in self._steps:
             self._steps[key] = self._recorded(sampling)
@@ -117,15 +136,3 @@ class RecordedDecodes:
         *columns, tables = zip(*rows, strict=True)
         padded = [block for table in tables for block in (table + [scratch] * width)[:width]]
         return torch.tensor([*(x for column in columns for x in column), *padded])
-
-    def _sampling(self, sequences: list[Sequence], bucket: int) -> SamplingRows:
-        config, missing = self.model.config, bucket - len(sequences)
-        prefixes = [Prefix(one.request.prompt, one.output) for one in sequences]
-        return SamplingRows.of(
-            [*(one.request.params for one in sequences), *[PADDING] * missing],
-            self.model.device,
-            [*(one.sample for one in sequences), *[0] * missing],
-            [*prefixes, *[Prefix([])] * missing],
-            config.eos_ids,
-            config.vocab_size,
-        )

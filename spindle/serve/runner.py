@@ -8,12 +8,11 @@ from itertools import accumulate
 import torch
 
 from spindle.decode.logprobs import TokenLogprobs, logprob_table, token_logprobs
-from spindle.decode.penalties import Prefix
-from spindle.decode.sampling import SamplingRows, sample
+from spindle.decode.sampling import sample
 from spindle.kvcache.index import StepIndex
 from spindle.kvcache.paged import PagedKV
 from spindle.model.layers import Model
-from spindle.serve.recorded import RecordedDecodes
+from spindle.serve.recorded import RecordedDecodes, sampling_rows
 from spindle.serve.request import Request
 from spindle.serve.scheduler import Chunk, Plan
 
@@ -49,12 +48,12 @@ class Runner:
         rows = [(n, sample) for n, c in enumerate(chunks) if c.samples for sample in _samples(c)]
         self.steps += 1
         if self.recorded is not None and self._are_decodes(chunks, rows):
-            logits, tokens = self.recorded.run(chunks)
+            self._give(outputs, chunks, rows, *self.recorded.run(chunks))
             self.replayed += 1
-        else:
-            logits, tokens = self._draw(chunks, rows, self._pass(chunks))
+            return outputs
+        hidden = self._pass(chunks)
         if rows:
-            self._give(outputs, chunks, rows, logits, tokens)
+            self._give(outputs, chunks, rows, *self._draw(chunks, rows, hidden))
         return outputs
 
     def _are_decodes(self, chunks: tuple[Chunk, ...], rows: list[tuple[int, int]]) -> bool:
@@ -80,14 +79,13 @@ class Runner:
         rows: (chunk, which answer), as many for a chunk as answers begin there. The logits of
         fillers are computed behind them, and not looked at: a padded batch has them too.
         """
-        if not rows:
-            return hidden, hidden
         ends = list(accumulate(chunk.count for chunk in chunks))
         fillers = [end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.filler]
         last = [*(ends[n] - 1 for n, _ in rows), *fillers]
         logits = self.model.logits(hidden[last])[: len(rows)]  # [R, V]
-        sampling = self._sampling_rows([chunks[n] for n, _ in rows], [s for _, s in rows])
-        position = [len(chunks[n].sequence.ids) for n, _ in rows]
+        sequences = [chunks[n].sequence for n, _ in rows]
+        sampling = sampling_rows(self.model, sequences, [sample for _, sample in rows])
+        position = [len(one.ids) for one in sequences]
         return logits, sample(logits, sampling, torch.tensor(position, device=logits.device))
 
     def _give(
@@ -110,18 +108,6 @@ class Runner:
                 continue
             outputs[n].ids.append(token)
             outputs[n].logprobs.append(None if k is None else token_logprobs(row[: k + 1]))
-
-    def _sampling_rows(self, chunks: list[Chunk], samples: list[int]) -> SamplingRows:
-        sequences = [chunk.sequence for chunk in chunks]
-        config = self.model.config
-        return SamplingRows.of(
-            [one.request.params for one in sequences],
-            self.model.device,
-            samples,
-            [Prefix(one.request.prompt, one.output) for one in sequences],
-            config.eos_ids,
-            config.vocab_size,
-        )
 
 
 def _logprobs(request: Request) -> int | None:
