@@ -11,12 +11,12 @@ import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from spindle.bench.gpu import Gpu
-from spindle.bench.latency import replaced
 from spindle.kernels import cuda, twins
 
 EPS32 = torch.finfo(torch.float32).eps
@@ -32,7 +32,7 @@ Row = dict[str, Any]
 def check_kernels(gpu: Gpu) -> Iterator[Row]:
     """A row for each op and dtype: the largest error, alone and as a share of its bound."""
     gpu.need_kernels()
-    with replaced(cuda, "_unwritten", poisoned):
+    with patch.object(cuda, "_unwritten", poisoned):
         for dtype in gpu.sizes.dtypes:
             make = Random(gpu, dtype)
             for op, cases in make.cases().items():

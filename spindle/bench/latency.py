@@ -19,8 +19,8 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from tqdm import tqdm
@@ -93,12 +93,7 @@ def measure(name: str = "tiny", new: int = 128, repeat: int = 5) -> dict[str, An
     return result | {
         "forms": {"fused": fused_form(device)},
         "settings": {"model": name, "prompt_tokens": len(prompt), "new": new, "repeat": repeat},
-        "machine": {
-            "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-            "dtype": str(dtype).removeprefix("torch."),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-        },
+        "machine": machine.here(device, dtype),
     }
 
 
@@ -124,22 +119,11 @@ def plain_ops() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(emulate.ops_emulated(False))
         for name, twin in named.items():
-            stack.enter_context(replaced(kernels, f"_{name}", twin))
-        stack.enter_context(replaced(native, "available", lambda: False))
-        stack.enter_context(replaced(packed, "_has_onednn", lambda: False))
-        stack.enter_context(replaced(cuda, "compiled", lambda device: None))
+            stack.enter_context(patch.object(kernels, f"_{name}", twin))
+        stack.enter_context(patch.object(native, "available", lambda: False))
+        stack.enter_context(patch.object(packed, "_has_onednn", lambda: False))
+        stack.enter_context(patch.object(cuda, "compiled", lambda device: None))
         yield
-
-
-@contextmanager
-def replaced(module: ModuleType, name: str, value: object) -> Iterator[None]:
-    """For a while, this name of the module means something else. AttributeError: it has none."""
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
 
 
 def ops_of(kind: str) -> AbstractContextManager[None]:
@@ -309,8 +293,8 @@ def as_markdown(result: dict[str, Any]) -> str:
     settings, here = result["settings"], result["machine"]
     about = (
         f"One greedy stream, {settings['model']}: {settings['prompt_tokens']} prompt tokens, "
-        f"{settings['new']} new ones, {settings['repeat']} turns of each, {here['device']}, "
-        f"{here['dtype']}, {here['threads']} threads, torch {here['torch']}. "
+        f"{settings['new']} new ones, {settings['repeat']} turns of each, "
+        f"{machine.in_words(here)}. "
         f"fused: {result['forms']['fused']}."
     )
     notes = [*_partings(result), *_above(result), *_missing(result, here["device"])]

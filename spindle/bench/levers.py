@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from spindle import kernels
 from spindle.bench import latency, report
-from spindle.bench.latency import GREEDY, replaced
+from spindle.bench.latency import GREEDY
 from spindle.bench.spans import Clock
 from spindle.bench.steps import typical
 from spindle.decode.engine import Engine
@@ -58,15 +59,15 @@ def levers_on(names: Sequence[str]) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(latency.plain_ops())
         for name, form in forms.items():
-            stack.enter_context(replaced(kernels, name, form))
+            stack.enter_context(patch.object(kernels, name, form))
         if names:
-            stack.enter_context(replaced(native, "available", built))
+            stack.enter_context(patch.object(native, "available", built))
         if "linear" in names:
-            stack.enter_context(replaced(packed, "_has_onednn", blocks))
+            stack.enter_context(patch.object(packed, "_has_onednn", blocks))
         else:
-            stack.enter_context(replaced(packed, "packs", lambda weight: False))
+            stack.enter_context(patch.object(packed, "packs", lambda weight: False))
         if "paged_attend" not in names:
-            stack.enter_context(replaced(kernels, "attends_in_place", lambda *given: False))
+            stack.enter_context(patch.object(kernels, "attends_in_place", lambda *given: False))
         yield
 
 
@@ -179,7 +180,7 @@ def _calls(model: Model, prompts: Sequence[list[int]], new: int) -> Counter[str]
     with ExitStack() as stack:
         for name in ops.SCHEMAS:
             spy = counted(name, getattr(kernels, f"_{name}"))
-            stack.enter_context(replaced(kernels, f"_{name}", spy))
+            stack.enter_context(patch.object(kernels, f"_{name}", spy))
         engine.step(tokens)
     return calls
 

@@ -5,11 +5,27 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 READ_BYTES = 512 * 2**20  # far more than any cache holds
+
+
+def here(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """What figures depend on beside the code: for JSON, and for `in_words`."""
+    return {
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "dtype": str(dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def in_words(found: dict[str, Any]) -> str:
+    """The same, for the line before a table."""
+    return "{device}, {dtype}, {threads} threads, torch {torch}".format_map(found)
 
 
 def read_buffer(device: torch.device | str = "cpu") -> Tensor:

@@ -173,12 +173,7 @@ def profile(
             "repeat": repeat,
             "prefill": length,
         },
-        "machine": {
-            "device": "cpu",
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-        },
+        "machine": machine.here(model.device, model.dtype),
     }
 
 
@@ -257,8 +252,7 @@ def as_markdown(result: dict[str, Any]) -> str:
     about = (
         f"{settings['model']}: {settings['context']} tokens before the first step, "
         f"{settings['repeat']} turns of {settings['new'] - 1} steps, of each step the "
-        f"middle half of the turns; {here['device']}, "
-        f"{here['dtype']}, {here['threads']} threads, torch {here['torch']}. Read bandwidth "
+        f"middle half of the turns; {machine.in_words(here)}. Read bandwidth "
         f"{result['read_gb_s']:.1f} GB/s, the fastest square product "
         f"{result['matrix_gflop_s']:.0f} GFLOP/s, both between the turns."
     )

@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from spindle import hub
-from spindle.bench import peers, report
+from spindle.bench import machine, peers, report
 from spindle.bench.load import (
     MAX_NEW,
     POLICIES,
@@ -193,12 +193,7 @@ class Bench:
         self.llms = {name: engine(name, self.model, **_options(seqs)) for name in POLICIES}
         self.peer = peers.transformers_model(directory) if with_peer else None
         self.seqs, self.requests, self.vocab = seqs, requests, config.vocab_size
-        self.machine = {
-            "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-            "dtype": str(dtype).removeprefix("torch."),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-        }
+        self.machine = machine.here(device, dtype)
 
     def warm_up(self) -> None:
         """Once through everything, uncounted: threads, caches, what is compiled on first use."""
@@ -484,11 +479,10 @@ def as_markdown(result: dict[str, Any]) -> str:
 
 
 def _about(result: dict[str, Any]) -> str:
-    settings, machine = result["settings"], result["machine"]
+    settings, here = result["settings"], machine.in_words(result["machine"])
     return (
         f"{settings['requests']} requests at 0 s, {settings['seqs']} seats, {settings['model']}, "
-        f"{machine['device']}, {machine['dtype']}, {machine['threads']} threads, torch "
-        f"{machine['torch']}; medians, loads timed: {settings['seeds']}, of "
+        f"{here}; medians, loads timed: {settings['seeds']}, of "
         f"{result['continuous']['useful_tokens']:g} useful tokens."
     )
 

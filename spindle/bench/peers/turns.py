@@ -90,13 +90,10 @@ def measure(asked: Asked) -> dict[str, Any]:
         "versions": bench.versions,
         "settings": {"model": asked.model, "prompt_tokens": len(prompt), "new": asked.new}
         | {"requests": asked.requests, "repeat": asked.repeat, "seats": jobs.SEATS},
-        "machine": {
-            "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-            "dtype": str(dtype).removeprefix("torch."),
-            "threads": setting.threads,
+        "machine": machine.here(device, dtype)
+        | {
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
             "processor": _processor(),
-            "torch": torch.__version__,
             "date": date.today().isoformat(),
         },
     }
