@@ -75,6 +75,23 @@ def tiny_models() -> dict:
     return {name: random_model(config, dtype=torch.float64) for name, config in configs.items()}
 
 
+@pytest.fixture(scope="module")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A module compiles all that it tests, and leaves nothing in the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPINDLE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(params=[("up", 0), ("down", 0), ("random", 1), ("random", 2)], ids=str)
+def in_order(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The emulator's threads in each of these orders."""
+    from spindle.kernels import emulate
+
+    with emulate.thread_order(*request.param):
+        yield
+
+
 @pytest.fixture
 def two_threads() -> Iterator[None]:
     """Torch with two threads for one test, whatever OMP_NUM_THREADS says."""

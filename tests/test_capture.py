@@ -10,6 +10,7 @@ import shapes
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_static import BakedIn
 from torch import Tensor
 
 from spindle.decode import fake_device
@@ -610,28 +611,12 @@ def test_two_recordings_share_their_buffers():
 # --- decode steps with a fault: right at first ---------------------------------------------------
 
 
-class BakedPosition(StaticView):
-    """Python counts the tokens that are there."""
-
-    calls = 0
-
-    def __init__(self, kv: StaticKV, seq_lens: Tensor, count: int) -> None:
-        super().__init__(kv, seq_lens, count)
-        self._context = seq_lens.clone()
-
-    def begin(self) -> StaticView:
-        super().begin()
-        self.positions = self._context + self.calls
-        self.calls += 1
-        return self
-
-
 class PositionBaked(DecodeStep):
     """Right as long as it is run."""
 
     def __init__(self, model: Model, kv: StaticKV, seq_lens: Tensor, sampling: SamplingRows):
         super().__init__(model, kv, seq_lens, sampling)
-        self.view = BakedPosition(kv, seq_lens, 1)
+        self.view = BakedIn(kv, seq_lens, 1)
 
 
 class BufferRebound(DecodeStep):
@@ -655,7 +640,7 @@ class NumberFrozen(DecodeStep):
 
 
 WRONG = {
-    PositionBaked: "run 1, .* in BakedPosition.begin: a number was 0 and is 1",
+    PositionBaked: "run 1, .* in BakedIn.begin: a number was 0 and is 1",
     BufferRebound: r"run 1, .*aten.index.Tensor, in Llama.__call__: works on buffer",
     NumberFrozen: "run 1, .* in NumberFrozen.draw: a number was 2 and is 3",
 }

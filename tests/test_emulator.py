@@ -16,26 +16,15 @@ from torch import Tensor
 
 from spindle.kernels import build, cuda, emulate, twins
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or build.compiler() is None, reason="no C++ compiler, or no Linux"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        sys.platform != "linux" or build.compiler() is None, reason="no C++ compiler, or no Linux"
+    ),
+    pytest.mark.usefixtures("own_cache"),
+]
 EPS32 = torch.finfo(torch.float32).eps
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ORDERS = [("up", 0), ("down", 0), ("random", 1), ("random", 2)]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory) -> Iterator[None]:
-    """Each run compiles all that it tests, and leaves nothing in the user's cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SPINDLE_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
-@pytest.fixture(params=ORDERS, ids=lambda order: f"{order[0]}{order[1]}")
-def in_order(request) -> Iterator[None]:
-    with emulate.thread_order(*request.param):
-        yield
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

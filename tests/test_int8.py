@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from test_cli import ENVIRONMENT, write_checkpoint
 from test_dispatch import Log
 from test_kernels import EPS32, OUTPUTS, ROWS, WRONG, needs_native, random
-from test_weights import BIG, BIG_LLAMA, MEASURE, RAW, parameters, tensors_of, write
+from test_weights import BIG, BIG_LLAMA, MEASURE, RAW, parameters, printed, tensors_of, write
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
@@ -439,13 +439,7 @@ def test_loading_never_holds_the_floats(shape, tmp_path):
     big, small = write(tmp_path / "big", raw, zeros), tmp_path / "small"
     write(small, RAW[config.model_type], tensors_of(RAW[config.model_type]))
     del zeros
-    done = subprocess.run(
-        [sys.executable, "-c", QUANTIZED, str(big), str(small)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    peak = int(done.stdout)
+    peak = printed(QUANTIZED, big, small)
     print(f"{shape}: {peak / kept:.3f} times the quantized model, {peak / floats:.3f} of floats")
     assert 0.95 * kept < peak <= 1.15 * max(kept, table + head + head // 4)
 

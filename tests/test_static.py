@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from spindle.decode.capture import CaptureError, check_same
 from spindle.errors import RequestError
 from spindle.kernels import build, native, twins
 from spindle.kvcache.contiguous import ContiguousKV
@@ -329,76 +329,26 @@ def test_the_bytes_of_a_cache_are_known():
 
 # --- every step is the same ----------------------------------------------------------------------
 
-# Ops that wait for the device, or bring a Python number to it.
-WAITS = ("item", "_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "lift_fresh")
 
-
-class Recorder(TorchDispatchMode):
-    """Every op of a step: its name, and of what it was given the shapes, strides and numbers.
-
-    A tensor that outlives the step goes by its name, whatever its values are.
-    """
-
-    def __init__(self, **static: Tensor) -> None:
-        super().__init__()
-        self.static = {t.untyped_storage().data_ptr(): name for name, t in static.items()}
-        self.log: list[tuple] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.log.append((str(func), self._seen(args), self._seen(kwargs or {}), self._seen(out)))
-        return out
-
-    def _seen(self, x: object) -> object:
-        if isinstance(x, Tensor):
-            name = self.static.get(x.untyped_storage().data_ptr(), "")
-            where = x.storage_offset() if name else 0
-            return name, where, tuple(x.shape), x.stride(), x.dtype, x.device
-        if isinstance(x, dict):
-            return tuple((key, self._seen(value)) for key, value in x.items())
-        return tuple(map(self._seen, x)) if isinstance(x, list | tuple) else x
-
-    @property
-    def waits(self) -> list[str]:
-        """What a replay cannot do; an index by a mask hides a nonzero."""
-        found = []
-        for name, args, *_ in self.log:
-            op = name.split(".")[1]
-            masks = op in ("index", "index_put_") and "torch.bool" in str(args)
-            found += ["mask"] if masks else [op] if op in WAITS else []
-        return found
-
-
-def recorded(model: Model, view_of: Callable[..., StaticView], count: int) -> list[Recorder]:
-    """Each of six steps: begin, the model, the next tokens, the lengths' advance."""
-    kv, seq_lens = static(model, 3, 40), torch.tensor([1, 6, 15])
-    tokens, steps = torch.arange(3 * count), []
+def step_of(model: Model, view_of: Callable[..., StaticView], count: int) -> Callable[[], None]:
+    """Begin, the model, the next tokens, the lengths' advance: three rows of different lengths."""
+    kv, seq_lens, tokens = static(model, 3, 40), torch.tensor([1, 6, 15]), torch.arange(3 * count)
     for row, length in enumerate(seq_lens.tolist()):
         model(torch.tensor(ids_of(0, row, 0, length)), kv.prefill(row, 0, length))
     view = view_of(kv, seq_lens, count)
-    for _ in range(6):
-        recorder = Recorder(keys=kv.keys, values=kv.values, lens=seq_lens, tokens=tokens)
-        with recorder, torch.inference_mode():
-            tokens.copy_(model.logits(model(tokens, view.begin())).argmax(-1))
-            seq_lens.add_(count)
-        steps.append(recorder)
-    return steps
 
+    def step() -> None:
+        tokens.copy_(model.logits(model(tokens, view.begin())).argmax(-1))
+        seq_lens.add_(count)
 
-def assert_replayable(steps: list[Recorder]) -> None:
-    """No step waits for the device or brings a number to it, and none differs from the first."""
-    for n, step in enumerate(steps):
-        assert step.waits == [], f"step {n} waits: {step.waits}"
-        assert step.log == steps[0].log, f"step {n} differs"
+    return step
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("count", [1, 4])
 def test_every_step_is_the_same_ops_on_the_same_shapes(tiny_models, family, count):
-    steps = recorded(tiny_models[family], StaticKV.chunk, count)
-    names = [name for name, *_ in steps[0].log]
-    assert names.count("spindle.write_kv.default") == 2 * 3  # keys and values of three layers
-    assert_replayable(steps)
+    log = check_same(step_of(tiny_models[family], StaticKV.chunk, count), times=6)
+    assert log.counts()["spindle.write_kv"] == 2 * 3  # keys and values of three layers
 
 
 class AsFarAsNeeded(StaticView):
@@ -456,19 +406,18 @@ class Picks(StaticView):
 
 
 FAULTS = {
-    AsFarAsNeeded: "step 1 differs",
-    BakedIn: "step 1 differs",
-    Asks: "step 0 waits: .*item",
-    Brings: "step 0 waits: .*lift_fresh",
-    Picks: "step 0 waits: .*mask",
+    AsFarAsNeeded: "run 1, .*a (number|shape) was",
+    BakedIn: "run 1, .*a number was 0 and is 1",
+    Asks: "run 0, .*Python reads a number",
+    Brings: "run 0, .*brings a number of Python's to the device",
+    Picks: "run 0, .*the shape follows the data",
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_step_that_cannot_be_replayed_is_seen(tiny_models, fault):
-    steps = recorded(tiny_models["llama"], fault, 1)
-    with pytest.raises(AssertionError, match=FAULTS[fault]):
-        assert_replayable(steps)
+    with pytest.raises(CaptureError, match=FAULTS[fault]):
+        check_same(step_of(tiny_models["llama"], fault, 1), times=6)
 
 
 def step_elsewhere(view_of: Callable[..., StaticView], count: int) -> Tensor:

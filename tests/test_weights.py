@@ -542,6 +542,14 @@ watcher.join()
 print(max(peak, anonymous_bytes()) - before)
 """
 
+
+def printed(script: str, *arguments: Path) -> int:
+    """The number that a script prints, run in a process of its own."""
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
 BIG = {
     "llama, untied": dict(vocab_size=16384, num_hidden_layers=4, tie_word_embeddings=False),
     "llama, tied, head packed again": dict(
@@ -573,12 +581,6 @@ def test_loading_holds_little_more_than_the_weights(shape, stored, tmp_path):
     big, small = write(tmp_path / "big", raw, zeros), tmp_path / "small"
     write(small, RAW[config.model_type], tensors_of(RAW[config.model_type]))
     del zeros
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(big), str(small)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    ratio = int(done.stdout) / weights_bytes
+    ratio = printed(MEASURE, big, small) / weights_bytes
     print(f"{shape}, {stored} on disk: {ratio:.3f} times the weights")
     assert 0.95 < ratio <= 1.25
