@@ -622,8 +622,7 @@ class PositionBaked(DecodeStep):
 class BufferRebound(DecodeStep):
     """The next tokens are a new tensor, not what the next step reads."""
 
-    def draw(self, logits: Tensor) -> None:
-        self.logits.copy_(logits)
+    def draw(self) -> None:
         self.tokens = sample(self.logits, self.sampling, self.seq_lens)
 
 
@@ -632,10 +631,9 @@ class NumberFrozen(DecodeStep):
 
     position = LENGTHS[0]
 
-    def draw(self, logits: Tensor) -> None:
+    def draw(self) -> None:
         self.position += 1
         ahead = self.seq_lens - self.seq_lens[:1]
-        self.logits.copy_(logits)
         self.tokens.copy_(sample(self.logits, self.sampling, ahead + self.position))
 
 
@@ -722,11 +720,10 @@ class SeedFrozen(DecodeStep):
 
     python_seed = 1
 
-    def draw(self, logits: Tensor) -> None:
+    def draw(self) -> None:
         seed = torch.full_like(self.seq_lens, self.python_seed)
-        self.tokens.copy_(
-            sample(logits, dataclasses.replace(self.sampling, seed=seed), self.seq_lens)
-        )
+        sampling = dataclasses.replace(self.sampling, seed=seed)
+        self.tokens.copy_(sample(self.logits, sampling, self.seq_lens))
 
 
 def seeded(step: DecodeStep, seed: int) -> None:

@@ -27,7 +27,7 @@ from spindle.errors import RequestError
 from spindle.kvcache.paged import PagedKV
 from spindle.model.weights import random_model
 from spindle.serve.llm import LLM
-from spindle.serve.recorded import PagedStep, RecordedDecodes, buckets
+from spindle.serve.recorded import PagedStep, RecordedDecodes, Row, buckets
 
 PROMPT = [5, 81, 17, 3, 3, 60, 22]
 
@@ -137,12 +137,13 @@ def test_a_cache_that_is_made_anew_drops_what_was_recorded(model):
     assert len(counted.steps) == 3
 
 
-def test_on_a_cpu_nothing_is_captured_and_that_is_said(model, caplog):
+def test_what_is_not_recorded_is_said(model, caplog):
+    """In float64 a CPU has no native code."""
     engine = Engine(model)
     with caplog.at_level(logging.WARNING):
         assert graphs.enable(engine) is engine
     (record,) = caplog.records
-    assert "nothing is captured on a cpu" in record.getMessage()
+    assert "native code is for float32, and the model is float64" in record.getMessage()
     assert not engine.recorded
     assert len(engine.generate(PROMPT, 9, temperature=0, ignore_eos=True)[0]) == 9
 
@@ -226,6 +227,18 @@ def test_buckets_are_powers_of_two_and_the_most_there_can_be():
     assert buckets(1) == [1]
     assert buckets(6) == [1, 2, 4, 6]
     assert buckets(8) == [1, 2, 4, 8]
+    assert buckets(100) == [1, 2, 4, 8, 16, 32, 64, 100]
+
+
+def test_buckets_of_a_cpu_waste_few_rows():
+    assert buckets(6, steep=True) == [1, 2, 4, 6]
+    assert buckets(18, steep=True) == [1, 2, 4, 8, 12, 16, 18]
+    for most in range(1, 100):
+        sizes = buckets(most, steep=True)
+        assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == most
+        for rows in range(1, most + 1):
+            bucket = next(size for size in sizes if size >= rows)
+            assert bucket - rows < max(4, rows)
 
 
 def served(model, requests, **options):
@@ -368,8 +381,8 @@ def test_a_choice_of_graphs_that_cannot_be_is_refused(model, wrong):
         LLM(model, graphs=wrong)
 
 
-def test_graphs_where_there_is_no_gpu_are_refused_if_asked_for(model):
-    with pytest.raises(RequestError, match="graphs=True: nothing is captured on a cpu"):
+def test_graphs_where_nothing_records_are_refused_if_asked_for(model):
+    with pytest.raises(RequestError, match="graphs=True: native code is for float32"):
         LLM(model, graphs=True)
     assert LLM(model, max_model_len=64)._runner.recorded is None
 
@@ -434,9 +447,15 @@ def test_all_that_a_step_is_told_is_told_anew_each_time():
     model = MODELS["llama"]
     kv = PagedKV(model.config, 20, 4, model.dtype)
     decodes = RecordedDecodes(model, kv, graphs.recording, 8, 32)
-    empty = decodes._index([], 4)
-    assert empty.view(-1)[:16].view(4, 4).tolist() == [[0] * 4, [0] * 4, [80] * 4, [1] * 4]
-    assert (empty[16:] == kv.scratch).all() and len(empty) == 4 * (4 + 8)
+    rows = decodes._rows([], 4)
+    assert rows == [(0, 0, 80, 1, [20])] * 4 and kv.scratch == 20
+    step = paged_step("llama", rows=4, width=8)
+    step.tell([Row(5, 9, 13, 10, [3, 7, 1])] * 2 + rows[:2])
+    step.tell([Row(6, 4, 28, 5, [3, 7]), *rows[:3]])
+    columns, tables = step.index[:16].view(4, 4), step.index[16:].view(4, 8)
+    assert columns.tolist() == [[6, 0, 0, 0], [4, 0, 0, 0], [28, 80, 80, 80], [5, 1, 1, 1]]
+    assert tables[0, :2].tolist() == [3, 7]
+    assert tables[1:, 0].tolist() == [20] * 3
 
 
 @pytest.mark.cuda

@@ -180,7 +180,7 @@ def test_a_step_that_failed_can_be_repeated():
     step = engine._last
     for fail in (None, "draw"):
         if fail is not None:
-            step.draw = lambda logits: (_ for _ in ()).throw(KeyboardInterrupt)
+            step.draw = lambda: (_ for _ in ()).throw(KeyboardInterrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.step(tokens)
         assert engine.lengths == engine.seq_lens.tolist() == [3]

@@ -56,11 +56,20 @@ def check_same(
     return first
 
 
-class _Launch(NamedTuple):
+class Launch(NamedTuple):
+    """An operation that was run, with its tensors."""
+
     func: OpOverload
     args: tuple
     kwargs: dict
     outputs: list[Tensor | None]  # None: it is an input, changed in place, or a view of one
+
+    def run(self) -> None:
+        """Do it once more, on the same memory: outputs go where they went at first."""
+        made = tensors_of(self.func(*self.args, **self.kwargs))
+        for kept, new in zip(self.outputs, made, strict=True):
+            if kept is not None:
+                kept.copy_(new)
 
 
 class Recording(Log):
@@ -68,20 +77,14 @@ class Recording(Log):
 
     def __init__(self) -> None:
         super().__init__("the capture")
-        self._calls: list[_Launch] = []
+        self._calls: list[Launch] = []
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
     @torch.inference_mode()
     def replay(self) -> None:
-        """Every launch once more, on the same memory: outputs go where they went at first.
-
-        Views need nothing: they look at the memory that they looked at. Python is not asked.
-        """
-        for func, args, kwargs, outputs in self._calls:
-            made = tensors_of(func(*args, **kwargs))
-            for kept, new in zip(outputs, made, strict=True):
-                if kept is not None:
-                    kept.copy_(new)
+        """Every launch once more. Views need nothing: they look at the memory they looked at."""
+        for launch in self._calls:
+            launch.run()
 
     def restore(self) -> None:
         """Give the buffers the values that they had before they were first written to."""
@@ -97,7 +100,7 @@ class Recording(Log):
         if op.kind == "launch":
             inputs = {x.memory for x in op.given if isinstance(x, Seen)}
             made = [None if self._memory(x) in inputs else x for x in tensors_of(out)]
-            self._calls.append(_Launch(func, args, kwargs, made))
+            self._calls.append(Launch(func, args, kwargs, made))
         return out
 
     def _save(self, x: Tensor) -> None:

@@ -3,7 +3,8 @@
 A launch costs the host some microseconds whatever it launches, and a step of a small model is
 hundreds of them. A CUDA graph keeps what a step has sent to the GPU and sends it again as a whole.
 It keeps addresses and numbers as they were, so a step has to be fit for it: `decode.step` is
-written to be, and `decode.capture` checks that it is, where there is no GPU.
+written to be, and `decode.capture` checks that it is, where there is no GPU. On a CPU the pass of
+a step is native calls for the most part, and they are kept and done again in the same manner.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ import torch
 from torch import Tensor
 
 from spindle.decode.capture import capture
+from spindle.decode.cpu_graph import CpuGraph
 from spindle.decode.engine import Engine
 from spindle.errors import RequestError, shown
+from spindle.kernels import emulate, native
+from spindle.model.layers import Model
 
 WARM_UPS = 2  # the first builds kernels and workspaces, which a capture must not do
 
@@ -27,7 +31,13 @@ class Recordable(Protocol):
     """A step over tensors that stay where they are."""
 
     def run(self) -> None:
-        """All of it, in tensor operations."""
+        """All of it, in tensor operations: `forward`, then `draw`."""
+
+    def forward(self) -> None:
+        """The pass, up to the logits."""
+
+    def draw(self) -> None:
+        """What follows from the logits."""
 
     def state(self) -> list[Tensor]:
         """What `run` reads and changes, but for the cache."""
@@ -42,18 +52,42 @@ def enable(engine: Engine, record: Recorder | None = None) -> Engine:
     """Have each step of the engine recorded when it is first run, and replayed from then on.
 
     One graph a number of rows, a chunk size and a kind of sampling (greedy, filtered, penalised).
-    The cache is made as large as it may become: a larger one would be elsewhere. `record`: by
-    default `cuda_graph`; where there is no GPU nothing is recorded, and that is said, as a warning
-    of this module's logger. Returns the engine, changed. RequestError: no memory for the cache.
+    `record`: by default `cuda_graph` on a GPU, for which the cache is made as large as it may
+    become, as a larger one would be elsewhere, and `cpu_graph` on a CPU, where steps are recorded
+    anew when the cache has grown. Where neither is to be had nothing is recorded, and that is said,
+    as a warning of this module's logger. Returns the engine, changed. RequestError: no memory.
     """
     if not isinstance(engine, Engine):
         raise RequestError(f"engine={shown(engine)}: expected an Engine")
-    if record is None and engine.model.device.type != "cuda":
-        _log.warning("graphs: nothing is captured on a %s; steps run as ever", engine.model.device)
+    record = record or recorder_for(engine.model)
+    if record is None:
+        _log.warning("graphs: steps run as ever; %s", why_none(engine.model))
         return engine
-    engine.reserve(engine.max_seq_len)
-    engine.record_with(record or cuda_graph)
+    if record is not cpu_graph:
+        engine.reserve(engine.max_seq_len)
+    engine.record_with(record, fixed_shapes=record is not cpu_graph)
     return engine
+
+
+def recorder_for(model: Model) -> Recorder | None:
+    """What records steps of this model; None where nothing does (`why_none`)."""
+    if model.device.type == "cuda":
+        return cuda_graph
+    return None if why_none(model) else cpu_graph
+
+
+def why_none(model: Model) -> str:
+    """Why steps of this model are not recorded, in words; "" if they are."""
+    kind = model.device.type
+    if kind not in ("cpu", "cuda"):
+        return f"nothing is recorded on a {kind}"
+    if kind == "cpu" and emulate.enabled():
+        return "SPINDLE_EMULATE=1 has the CUDA sources in place of native code"
+    if kind == "cpu" and model.dtype != torch.float32:
+        return f"native code is for float32, and the model is {str(model.dtype)[6:]}"
+    if kind == "cpu" and not native.available():
+        return f"there is no native code ({native.why_not()})"
+    return ""
 
 
 def cuda_graph(step: Recordable) -> Replay:
@@ -91,6 +125,29 @@ def _keeper(device: torch.device) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph):
         torch.zeros(1, device=device)
     return graph
+
+
+def cpu_graph(step: Recordable) -> Replay:
+    """The step's pass as a CpuGraph, then its draw as ever; its `state` is afterwards as it was.
+
+    To record is to run: so the slots that the step writes to hold that run's keys and values, until
+    the first replay writes to the same ones.
+    """
+    before = [tensor.clone() for tensor in step.state()]
+    graph = CpuGraph()
+    try:
+        with torch.inference_mode(), graph:
+            step.forward()
+    finally:
+        for tensor, value in zip(step.state(), before, strict=True):
+            tensor.copy_(value)
+    graph.seal()
+
+    def replay() -> None:
+        graph.replay()
+        step.draw()
+
+    return replay
 
 
 def recording(step: Recordable) -> Replay:

@@ -182,6 +182,10 @@ class _Memory:
     def __contains__(self, x: Tensor) -> bool:
         return self.get(x) is not None
 
+    def has(self, key: int) -> bool:
+        """Whether the memory that `home_of` calls so is among them."""
+        return key in self._known
+
     def get(self, x: Tensor) -> str | None:
         key, _ = home_of(x)
         return self._known[key][0] if key in self._known else None

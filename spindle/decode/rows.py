@@ -54,6 +54,7 @@ class StaticRows:
                 f"max_seq_len={max_seq_len}: the model has {model.config.positions_in_words()}"
             )
         self._record: Callable[[Any], Body] | None = None
+        self._fixed_shapes = False
         self.times: StepTimes | None = None  # where each step notes how long it took
         self.changes = 0  # to the sequences, by whomever: a stream sees if it was not alone
         self._rewinds = 0  # times that something stored was given up
@@ -61,15 +62,16 @@ class StaticRows:
         self._allocate(self.rows, min(FIRST_CAPACITY, self.max_seq_len))
         self.lengths = [0] * self.rows
 
-    def record_with(self, record: Callable[[Any], Body] | None) -> None:
+    def record_with(self, record: Callable[[Any], Body] | None, fixed_shapes: bool = True) -> None:
         """Have each step recorded by this when it is first run, then replayed (`graphs.enable`).
 
         record: gets a DecodeStep or a ChunkStep, returns what to call instead of its `run`. None:
-        run them as ever. RequestError: it cannot be called.
+        run them as ever. fixed_shapes: draw in operations that are the same whatever the logits
+        are, as is needed where the draw is recorded. RequestError: it cannot be called.
         """
         if record is not None and not callable(record):
             raise RequestError(f"record={shown(record)}: expected a function of a step, or None")
-        self._record = record
+        self._record, self._fixed_shapes = record, record is not None and fixed_shapes
         self._forget_steps()
 
     @property
@@ -196,7 +198,8 @@ class StaticRows:
     def _draw(self, logits: Tensor, sampling: SamplingRows) -> Tensor:
         """The tokens [R] that follow from the prompts' logits [R, V]; `step` goes on from them."""
         step = self._step_for(sampling)
-        step.draw(logits)
+        step.logits.copy_(logits)
+        step.draw()
         return step.tokens
 
     def _go_on(self, tokens: Tensor, sampling: SamplingRows) -> Tensor:
@@ -211,7 +214,7 @@ class StaticRows:
         key = (R, *sampling.kind)
         if key not in self._steps:
             own = sampling.select(torch.arange(R, device=sampling.seed.device))
-            own = replace(own, fixed_shapes=self.recorded)
+            own = replace(own, fixed_shapes=self._fixed_shapes)
             lengths = self.seq_lens[:R]
             self._steps[key] = DecodeStep(self.model, self._kv, lengths, own, self.keep_probs)
         self._last = self._steps[key]
@@ -312,7 +315,7 @@ class StaticRows:
 
     def _again(self, step: DecodeStep) -> DecodeStep:
         """The same step over the cache as it is: its tokens, and what its rows have counted."""
-        R, sampling = len(step.tokens), replace(step.sampling, fixed_shapes=self.recorded)
+        R, sampling = len(step.tokens), replace(step.sampling, fixed_shapes=self._fixed_shapes)
         made = DecodeStep(self.model, self._kv, self.seq_lens[:R], sampling, self.keep_probs)
         made.tokens = step.tokens  # the caller may have it
         made.logits.copy_(step.logits)

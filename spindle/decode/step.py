@@ -38,17 +38,21 @@ class DecodeStep:
         self.logits = torch.zeros(R, V, dtype=model.dtype, device=seq_lens.device)
         self.probs = wide(torch.zeros_like(self.logits)) if keep_probs else None
 
-    @torch.inference_mode()
     def run(self) -> None:
         """One step. A row from whose logits nothing can be sampled gets the token -1."""
-        hidden = self.model(self.tokens, self.view.begin())  # [R, E]
-        self.seq_lens.add_(1)
-        self.draw(self.model.logits(hidden))
+        self.forward()
+        self.draw()
 
     @torch.inference_mode()
-    def draw(self, logits: Tensor) -> None:
-        """The tokens that follow from logits [R, V], at positions `seq_lens`, into `tokens`."""
-        self.logits.copy_(logits)
+    def forward(self) -> None:
+        """The pass over `tokens`: their keys and values are stored, their `logits` are there."""
+        hidden = self.model(self.tokens, self.view.begin())  # [R, E]
+        self.seq_lens.add_(1)
+        self.logits.copy_(self.model.logits(hidden))
+
+    @torch.inference_mode()
+    def draw(self) -> None:
+        """The tokens that follow from `logits`, at positions `seq_lens`, into `tokens`."""
         if self.probs is not None:
             self.probs.copy_(probabilities(self.logits, self.sampling))
         self.tokens.copy_(sample(self.logits, self.sampling, self.seq_lens))
@@ -77,12 +81,19 @@ class ChunkStep:
         self.tokens = torch.zeros(R, count, dtype=torch.int64, device=seq_lens.device)
         self.logits = torch.zeros(R, count, V, dtype=model.dtype, device=seq_lens.device)
 
-    @torch.inference_mode()
     def run(self) -> None:
         """One step, in tensor operations alone."""
+        self.forward()
+
+    @torch.inference_mode()
+    def forward(self) -> None:
+        """All of it."""
         hidden = self.model(self.tokens.flatten(), self.view.begin())  # [R * C, E]
         self.seq_lens.add_(self.tokens.shape[1])
         self.logits.copy_(self.model.logits(hidden).view_as(self.logits))
+
+    def draw(self) -> None:
+        """Nothing: the caller has the logits."""
 
     def state(self) -> list[Tensor]:
         """What `run` reads and changes, but for the cache."""

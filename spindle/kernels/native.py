@@ -1,12 +1,17 @@
 """The native CPU forms, from Python: pointers and lengths into csrc/cpu.cpp.
 
-Callers have checked device, dtype and shape; nothing is checked here twice.
+Callers have checked device, dtype and shape; nothing is checked here twice. Each call can be noted
+(`noting`), to be done again without Python (program.py).
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,27 +25,72 @@ _ARGUMENTS = {  # of each op: pointers, lengths, floats; then the number of thre
     "int8_pack": (2, 2, 0),
     "linear": (4, 3, 0),
     "pack": (2, 2, 0),
-    "paged_attend": (6, 7, 1),
+    "paged_attend": (6, 8, 1),
     "rms_norm": (4, 2, 1),
     "rope": (4, 8, 0),
     "silu_mul": (2, 2, 0),
+    "write_kv": (3, 4, 0),
 }
+_FAILS = ("write_kv",)  # those that give 1 for what they have not done
+
+
+class Call(NamedTuple):
+    """A call of a native form: its name and arguments, but for the number of threads."""
+
+    name: str
+    pointers: tuple[int | None, ...]
+    numbers: tuple[int | float, ...]
+
+
+class _Notes(threading.local):
+    calls: list[Call] | None = None
+
+
+_notes = _Notes()  # of each thread its own: another one's engine may be at work
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
+def library() -> ctypes.CDLL | None:
+    """The compiled csrc/cpu.cpp with its parameters declared; None where there is none."""
     found = build.library("cpu")
     if found is not None:
         for name, (pointers, lengths, floats) in _ARGUMENTS.items():
             op = getattr(found, f"spindle_{name}")
             parts = [_POINTER] * pointers + [_LENGTH] * lengths + [ctypes.c_float] * floats
-            op.argtypes, op.restype = [*parts, ctypes.c_int], None
+            op.argtypes = [*parts, ctypes.c_int]
+            op.restype = ctypes.c_int if name in _FAILS else None
+        found.spindle_number.argtypes, found.spindle_number.restype = [ctypes.c_char_p], _LENGTH
+        found.spindle_run.argtypes = [_POINTER, _LENGTH, ctypes.c_int, _POINTER]
+        found.spindle_run.restype = _LENGTH
     return found
+
+
+@contextmanager
+def noting() -> Iterator[list[Call]]:
+    """The native calls that this thread makes in the block, in order, as they are made."""
+    outer, _notes.calls = _notes.calls, []
+    try:
+        yield _notes.calls
+    finally:
+        _notes.calls = outer
+
+
+def _call(name: str, pointers: tuple[int | None, ...], *numbers: int | float) -> int | None:
+    lib = library()
+    assert lib is not None
+    if _notes.calls is not None:
+        _notes.calls.append(Call(name, pointers, numbers))
+    return getattr(lib, f"spindle_{name}")(*pointers, *numbers, torch.get_num_threads())
 
 
 def available() -> bool:
     """Whether the native forms are here; the first call may compile them, a second or three."""
-    return _library() is not None
+    return library() is not None
+
+
+def why_not() -> str:
+    """Why they are not here, in words; "" if they are."""
+    return "" if available() else build.why_not("cpu") or ""
 
 
 def takes(x: Tensor) -> bool:
@@ -53,10 +103,8 @@ def to_panels(weight: Tensor) -> Tensor:
     N, K = weight.shape
     weight = weight.contiguous()
     panels = weight.new_empty(-(-N // PANEL), K, PANEL)
-    lib = _library()
-    assert lib is not None
-    to_panels = lib.spindle_int8_pack if weight.dtype == torch.int8 else lib.spindle_pack
-    to_panels(weight.data_ptr(), panels.data_ptr(), N, K, torch.get_num_threads())
+    form = "int8_pack" if weight.dtype == torch.int8 else "pack"
+    _call(form, (weight.data_ptr(), panels.data_ptr()), N, K)
     return panels
 
 
@@ -70,11 +118,7 @@ def linear(x: Tensor, panels: Tensor, bias: Tensor | None, outputs: int) -> Tens
     x = x.contiguous()
     T, K = x.shape
     y = x.new_empty(T, outputs)
-    add = None if bias is None else bias.data_ptr()
-    lib = _library()
-    assert lib is not None
-    threads = torch.get_num_threads()
-    lib.spindle_linear(x.data_ptr(), panels.data_ptr(), add, y.data_ptr(), T, K, outputs, threads)
+    _call("linear", _pointers(x, panels, bias, y), T, K, outputs)
     return y
 
 
@@ -83,27 +127,18 @@ def int8_linear(x: Tensor, panels: Tensor, scale: Tensor, bias: Tensor | None) -
     x = x.contiguous()
     (T, K), N = x.shape, scale.shape[0]
     y = x.new_empty(T, N)
-    add = None if bias is None else bias.data_ptr()
-    lib = _library()
-    assert lib is not None
-    pointers = (x.data_ptr(), panels.data_ptr(), scale.data_ptr(), add, y.data_ptr())
-    lib.spindle_int8_linear(*pointers, T, K, N, torch.get_num_threads())
+    _call("int8_linear", _pointers(x, panels, scale, bias, y), T, K, N)
     return y
 
 
 def paged_attend(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, scale: float
 ) -> Tensor:
-    """The twin's arguments and result, for contiguous float32 tensors on the CPU."""
-    T, H, D = q.shape
-    _, P, Hk, _ = keys.shape
-    R, B = tables.shape
-    out = torch.empty_like(q)
-    lib = _library()
-    assert lib is not None
-    pointers = (tensor.data_ptr() for tensor in (q, keys, values, tables, lengths, out))
-    sizes = (T, T // max(R, 1), H, Hk, D, P, B)
-    lib.spindle_paged_attend(*pointers, *sizes, scale, torch.get_num_threads())
+    """The twin's arguments and result, for contiguous tensors; rows of q may lie apart."""
+    (T, H, D), (_, P, Hk, _), (R, B) = q.shape, keys.shape, tables.shape
+    out = q.new_empty(T, H, D)
+    pointers = _pointers(q, keys, values, tables, lengths, out)
+    _call("paged_attend", pointers, T, T // max(R, 1), H, Hk, D, P, B, q.stride(0), scale)
     return out
 
 
@@ -111,29 +146,33 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     """RMS norm of contiguous x [..., E]; with a residual, x is added to it, in place, and it is."""
     out = torch.empty_like(x)
     E = x.shape[-1]
-    lib = _library()
-    assert lib is not None
-    add = None if residual is None else residual.data_ptr()
-    pointers = (x.data_ptr(), add, weight.data_ptr(), out.data_ptr())
-    lib.spindle_rms_norm(*pointers, x.numel() // E, E, eps, torch.get_num_threads())
+    _call("rms_norm", _pointers(x, residual, weight, out), x.numel() // E, E, eps)
     return out
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     """The twin's arguments and result; rows and heads of q and k may lie apart."""
-    pointers = (q.data_ptr(), k.data_ptr(), cos.data_ptr(), sin.data_ptr())
     T, H, D = q.shape
     strides = (*q.stride()[:2], *k.stride()[:2])
-    lib = _library()
-    assert lib is not None
-    lib.spindle_rope(*pointers, T, H, k.shape[1], D, *strides, torch.get_num_threads())
+    _call("rope", _pointers(q, k, cos, sin), T, H, k.shape[1], D, *strides)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """The twin's result for contiguous gate_up [T, 2F]."""
     T, F = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(T, F)
-    lib = _library()
-    assert lib is not None
-    lib.spindle_silu_mul(gate_up.data_ptr(), out.data_ptr(), T, F, torch.get_num_threads())
+    _call("silu_mul", _pointers(gate_up, out), T, F)
     return out
+
+
+def write_kv(cache: Tensor, slots: Tensor, new: Tensor) -> None:
+    """The twin's arguments and effect; rows of `new` may lie apart. IndexError: no such slot."""
+    T, Hk, D = new.shape
+    width = Hk * D
+    sizes = (T, cache.numel() // width, width, new.stride(0))
+    if _call("write_kv", _pointers(cache, slots, new), *sizes):
+        raise IndexError(f"write_kv: slots {slots.tolist()}; expected 0 to {sizes[1] - 1}")
+
+
+def _pointers(*tensors: Tensor | None) -> tuple[int | None, ...]:
+    return tuple(None if x is None else x.data_ptr() for x in tensors)

@@ -71,12 +71,28 @@ def _silu_mul(gate_up: Tensor) -> Tensor:
     return twins.silu_mul(gate_up)
 
 
+def _write_kv(cache: Tensor, slots: Tensor, new: Tensor) -> None:
+    if _native(new) and _is_written(cache, slots, new):
+        native.write_kv(cache, slots, new)
+    else:
+        twins.write_kv(cache, slots, new)
+
+
+def _is_written(cache: Tensor, slots: Tensor, new: Tensor) -> bool:
+    """Whether each row of new lies whole, and goes into a cache that does."""
+    same = cache.dtype == new.dtype and cache.shape[2:] == new.shape[1:] and cache.is_contiguous()
+    whole = new.stride()[1:] == (new.shape[2], 1)
+    rows = slots.dtype == torch.int64 and slots.shape == new.shape[:1] and slots.is_contiguous()
+    return same and whole and rows
+
+
 def _paged_attend(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, scale: float
 ) -> Tensor:
     if _native(q):
         _check_paged(q, keys, values, tables, lengths)
-        q, keys, values, tables = (x.contiguous() for x in (q, keys, values, tables))
+        q = q if q.stride()[1:] == (q.shape[2], 1) else q.contiguous()  # its rows may lie apart
+        keys, values, tables = (x.contiguous() for x in (keys, values, tables))
         return native.paged_attend(q, keys, values, tables, lengths.contiguous(), scale)
     return twins.paged_attend(q, keys, values, tables, lengths, scale)
 
@@ -102,6 +118,7 @@ PLAIN: dict[str, Form] = {
     "add_rms_norm": _normed(_add_rms_norm),
     "rope": _rope,
     "silu_mul": _silu_mul,
+    "write_kv": _write_kv,
     "paged_attend": _paged_attend,
 }
 

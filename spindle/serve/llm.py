@@ -17,7 +17,7 @@ from tqdm import tqdm
 from spindle import hub
 from spindle.decode.beam import Beam
 from spindle.decode.detokenize import AnswerText
-from spindle.decode.graphs import Recorder, cuda_graph
+from spindle.decode.graphs import Recorder, recorder_for, why_none
 from spindle.decode.params import SamplingParams, check_count, check_prompt, check_real
 from spindle.errors import RequestError, shown
 from spindle.kvcache.blocks import BlockTable
@@ -45,7 +45,7 @@ class LLM:
     for max_seqs sequences of max_model_len tokens, within a quarter of the free memory. max_seqs
     sequences run at once, max_batch_tokens rows go through the model in a step. preemption "swap":
     `host_blocks` of host memory, by default as many as num_blocks. graphs: replay steps in which
-    each sequence gets one token, instead of running them; by default on a GPU, and on a GPU alone.
+    each sequence gets one token, instead of running them; by default where there is what does it.
     trace: keep the last N plans. Raises RequestError for what cannot be. An LLM is for one thread
     at a time: whoever shares it among several holds a lock.
     """
@@ -332,12 +332,11 @@ class LLM:
         """What replays steps; None where they are run. A recorder may be given: for tests."""
         if wanted is not None and not isinstance(wanted, bool) and not callable(wanted):
             raise RequestError(f"graphs={shown(wanted)}: expected True, False or None")
-        here = self.model.device.type
-        if wanted is True and here != "cuda":
-            raise RequestError(f"graphs=True: nothing is captured on a {here}; expected a GPU")
-        if wanted is False or (wanted is None and here != "cuda"):
+        record = wanted if callable(wanted) else recorder_for(self.model)
+        if wanted is True and record is None:
+            raise RequestError(f"graphs=True: {why_none(self.model)}; expected graphs=None")
+        if wanted is False or record is None:
             return None
-        record = wanted if callable(wanted) else cuda_graph
         return RecordedDecodes(self.model, self._kv, record, max_seqs, self.max_model_len)
 
     def _run_to_the_end(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from spindle.decode.graphs import Recorder, Replay
+from spindle.decode.graphs import Recorder, Replay, cpu_graph
 from spindle.decode.params import SamplingParams
 from spindle.decode.penalties import Prefix
 from spindle.decode.sampling import SamplingRows, sample
@@ -20,9 +21,18 @@ from spindle.serve.scheduler import Chunk
 PADDING = SamplingParams(temperature=0, seed=0)  # of a row that is nobody's
 
 
-def buckets(most: int) -> list[int]:
-    """The numbers of rows that are recorded: powers of two up to `most`, and that."""
-    return sorted({min(1 << n, most) for n in range(most.bit_length() + 1)})
+STEEP = 8  # rows of a step on a CPU from which on each one more takes longer
+
+
+def buckets(most: int, steep: bool = False) -> list[int]:
+    """The numbers of rows that are recorded: powers of two up to `most`, and that.
+
+    steep: from STEEP on multiples of half of that, as a row that is nobody's costs what any does.
+    """
+    sizes = {min(1 << n, most) for n in range(most.bit_length() + 1)}
+    if steep:
+        sizes = {n for n in sizes if n <= STEEP or n == most} | {*range(STEEP, most, STEEP // 2)}
+    return sorted(sizes)
 
 
 def sampling_rows(
@@ -43,30 +53,69 @@ def sampling_rows(
     )
 
 
+class Row(NamedTuple):
+    """Where a row of a step is: it has `token` at `position`, and sees `length` keys."""
+
+    token: int
+    position: int
+    slot: int
+    length: int
+    table: list[int]  # blocks
+
+
+def _parts(index: Tensor, B: int) -> tuple[Tensor, Tensor]:
+    """An index of B rows: their four numbers, [4, B], and their tables, [B, width]."""
+    return index[: 4 * B].view(4, B), index[4 * B :].view(B, -1)
+
+
 class PagedStep:
     """A token for each of B rows of a paged cache: the pass, and the draw of the next one.
 
     All that differs from step to step is in one tensor, `index`: of each row its token, position,
-    slot and length, then its block table, `width` blocks wide. `tokens` [B] and `logits` [B, V]
-    come out. A row that is nobody's has its token in the scratch block, and reads that one alone.
+    slot and length, then its block table, `width` blocks wide (`tell`). `tokens` [B] and `logits`
+    [B, V] come out. A row that is nobody's has its token in the scratch block, and reads that one
+    alone.
     """
 
     def __init__(self, model: Model, kv: PagedKV, sampling: SamplingRows, width: int) -> None:
         B = len(sampling.seed)
         self.model, self.sampling = model, sampling
         self.index = torch.zeros(B * (4 + width), dtype=torch.int64, device=model.device)
-        columns, tables = self.index[: 4 * B].view(4, B), self.index[4 * B :].view(B, width)
+        self._host, self._tables = self.index.cpu(), [list[int]()] * B  # what was told last
+        columns, tables = _parts(self.index, B)
         self._ids, positions, slots, self._lengths = columns
         self._view = kv.decode(positions, slots, tables, self._lengths)
         self.tokens = torch.zeros(B, dtype=torch.int64, device=model.device)
         V = model.config.vocab_size
         self.logits = torch.zeros(B, V, dtype=model.dtype, device=model.device)
 
-    @torch.inference_mode()
+    def tell(self, rows: Many[Row]) -> None:
+        """Where its B rows are in the next step. Of a table, what was there before may stay behind.
+
+        Most tables are what they were: only the others are written, as a list is slow to copy.
+        """
+        columns, tables = _parts(self._host, len(rows))
+        columns.copy_(torch.tensor([row[:4] for row in rows]).t())
+        for n, row in enumerate(rows):
+            if row.table != self._tables[n]:
+                self._tables[n] = list(row.table)
+                tables[n, : len(row.table)] = torch.tensor(row.table)
+        self.index.copy_(self._host, non_blocking=True)
+
     def run(self) -> None:
         """One step. A row from whose logits nothing can be sampled gets the token -1."""
+        self.forward()
+        self.draw()
+
+    @torch.inference_mode()
+    def forward(self) -> None:
+        """The pass: keys and values are stored, the logits are there."""
         hidden = self.model(self._ids, self._view)  # [B, E]
         self.logits.copy_(self.model.logits(hidden))
+
+    @torch.inference_mode()
+    def draw(self) -> None:
+        """The tokens that follow from the logits."""
         self.tokens.copy_(sample(self.logits, self.sampling, self._lengths))
 
     def state(self) -> list[Tensor]:
@@ -81,7 +130,8 @@ class RecordedDecodes:
         self, model: Model, kv: PagedKV, record: Recorder, max_seqs: int, max_model_len: int
     ) -> None:
         self.model, self.kv, self._record = model, kv, record
-        self._buckets = buckets(max_seqs)
+        self._on_cpu = record is cpu_graph  # which leaves the draw to be run
+        self._buckets = buckets(max_seqs, steep=self._on_cpu)
         self._width = -(-max_model_len // kv.pool.block_size)
         self._steps: dict[tuple[int, ...], tuple[PagedStep, Replay]] = {}
         self._loaded: list[Sequence] = []  # whose parameters the last step has
@@ -101,7 +151,7 @@ class RecordedDecodes:
         if sequences != self._loaded:  # else the parameters are there: the index is all there is
             self._load(sequences, bucket)
         step, replay = self._step
-        step.index.copy_(self._index(chunks, bucket), non_blocking=True)
+        step.tell(self._rows(chunks, bucket))
         replay()
         return step.logits[:R], step.tokens[:R]
 
@@ -121,18 +171,17 @@ class RecordedDecodes:
     def _recorded(self, sampling: SamplingRows) -> tuple[PagedStep, Replay]:
         """A step of rows of that kind, over tensors of its own; all rows are nobody's."""
         rows = torch.arange(len(sampling.seed), device=self.model.device)
-        own = replace(sampling.select(rows), fixed_shapes=True)
+        own = replace(sampling.select(rows), fixed_shapes=not self._on_cpu)
         step = PagedStep(self.model, self.kv, own, self._width)
-        step.index.copy_(self._index([], len(rows)))
+        step.tell(self._rows([], len(rows)))
         return step, self._record(step)
 
-    def _index(self, chunks: Many[Chunk], bucket: int) -> Tensor:
-        """All that the step is told, on the host: of the padding rows too, at each step anew."""
-        P, scratch, width = self.kv.pool.block_size, self.kv.scratch, self._width
-        rows = [(0, 0, scratch * P, 1, [scratch])] * bucket
-        for row, chunk in enumerate(chunks):
+    def _rows(self, chunks: Many[Chunk], bucket: int) -> list[Row]:
+        """All that the step is told: of each chunk's token, and of the rows that are nobody's."""
+        P, scratch = self.kv.pool.block_size, self.kv.scratch
+        rows = [Row(0, 0, scratch * P, 1, [scratch])] * bucket
+        for n, chunk in enumerate(chunks):
             at, table = chunk.start, chunk.sequence.table.blocks
-            rows[row] = (chunk.sequence.ids[at], at, table[at // P] * P + at % P, at + 1, table)
-        *columns, tables = zip(*rows, strict=True)
-        padded = [block for table in tables for block in (table + [scratch] * width)[:width]]
-        return torch.tensor([*(x for column in columns for x in column), *padded])
+            slot = table[at // P] * P + at % P
+            rows[n] = Row(chunk.sequence.ids[at], at, slot, at + 1, table)
+        return rows

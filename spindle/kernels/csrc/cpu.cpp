@@ -21,11 +21,16 @@
 //
 // The other ops do little work, in torch by many small passes over the same row: here it is one.
 // Each row is by itself, so its bits do not depend on the rows beside it either.
+//
+// spindle_run: a list of such calls, one after another, without Python between them.
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #if defined(__AVX2__)
@@ -265,11 +270,13 @@ void each_block(const float* cache, const int64_t* table, int64_t S, int64_t P, 
 
 }  // namespace
 
-// q, out [T, H, D], C queries a row; keys, values [N, P, Hk, D]; tables [T / C, B]; lengths [T / C].
+// q, out [T, H, D], C queries a row, those of q `apart` floats from one to the next; keys, values
+// [N, P, Hk, D]; tables [T / C, B]; lengths [T / C].
 extern "C" void spindle_paged_attend(const float* q, const float* keys, const float* values,
                                      const int64_t* tables, const int64_t* lengths, float* out,
                                      int64_t T, int64_t C, int64_t H, int64_t Hk, int64_t D,
-                                     int64_t P, int64_t B, float scale, int threads) {
+                                     int64_t P, int64_t B, int64_t apart, float scale,
+                                     int threads) {
   const int64_t G = H / Hk, stride = Hk * D;
   const int64_t span = T < 2 * threads ? 1 : Hk;  // key heads a task: few queries are divided so
   const int64_t heads = span * G;
@@ -277,7 +284,7 @@ extern "C" void spindle_paged_attend(const float* q, const float* keys, const fl
   for (int64_t task = 0; task < T * (Hk / span); ++task) {
     const int64_t t = task / (Hk / span), first = task % (Hk / span) * span, r = t / C;
     const int64_t S = lengths[r] - (C - 1 - t % C);  // the keys that it sees
-    const float* query = q + (t * H + first * G) * D;
+    const float* query = q + t * apart + first * G * D;
     float* result = out + (t * H + first * G) * D;
     std::fill(result, result + heads * D, 0.0f);
     if (S < 1) continue;
@@ -369,4 +376,90 @@ extern "C" void spindle_silu_mul(const float* gate_up, float* out, int64_t T, in
       std::memcpy(out + t * F + f, &last[0], (F - f) * sizeof(float));
     }
   }
+}
+
+// Row t of rows [T, width], `apart` floats from the one before, into slot slots[t] of a cache
+// [count, width]. Returns 1, and has written nothing, where there is no such slot.
+extern "C" int spindle_write_kv(float* cache, const int64_t* slots, const float* rows, int64_t T,
+                                int64_t count, int64_t width, int64_t apart, int) {
+  for (int64_t t = 0; t < T; ++t)
+    if (slots[t] < 0 || slots[t] >= count) return 1;
+  for (int64_t t = 0; t < T; ++t)
+    std::memcpy(cache + slots[t] * width, rows + t * apart, width * sizeof(float));
+  return 0;
+}
+
+namespace {
+
+// An argument of an op from the word of 64 bits that it was written as.
+template <typename T>
+T argument(int64_t word) {
+  if constexpr (std::is_pointer_v<T>) {
+    return reinterpret_cast<T>(word);
+  } else if constexpr (std::is_floating_point_v<T>) {
+    double number;
+    std::memcpy(&number, &word, sizeof number);
+    return static_cast<T>(number);
+  } else {
+    return static_cast<T>(word);
+  }
+}
+
+// Calls the op with a word for each of its parameters; 0 unless it says otherwise.
+template <typename R, typename... P, size_t... N>
+int apply(R (*op)(P...), const int64_t* words, std::index_sequence<N...>) {
+  if constexpr (std::is_void_v<R>) {
+    op(argument<P>(words[N])...);
+    return 0;
+  } else {
+    return op(argument<P>(words[N])...);
+  }
+}
+
+template <typename R, typename... P>
+constexpr size_t arity(R (*)(P...)) {
+  return sizeof...(P);
+}
+
+template <auto op>
+int call(const int64_t* words) {
+  return apply(op, words, std::make_index_sequence<arity(op)>{});
+}
+
+struct Entry {
+  const char* name;
+  int (*call)(const int64_t* words);
+};
+
+const Entry entries[] = {
+    {"linear", call<spindle_linear>},     {"int8_linear", call<spindle_int8_linear>},
+    {"rms_norm", call<spindle_rms_norm>}, {"paged_attend", call<spindle_paged_attend>},
+    {"rope", call<spindle_rope>},         {"silu_mul", call<spindle_silu_mul>},
+    {"write_kv", call<spindle_write_kv>},
+};
+
+}  // namespace
+
+// The number by which a program calls an op; -1 if it cannot.
+extern "C" int64_t spindle_number(const char* name) {
+  for (const Entry& entry : entries)
+    if (std::strcmp(entry.name, name) == 0) return &entry - entries;
+  return -1;
+}
+
+// Runs a program of `calls`, each written as the op's number, how many words follow, and these: its
+// arguments, the last of which, the number of threads, is filled in here. `seconds` [calls] gets
+// how long each took, if it is there. Returns 0, or n where the n-th call failed and was the last.
+extern "C" int64_t spindle_run(int64_t* program, int64_t calls, int threads, double* seconds) {
+  using Clock = std::chrono::steady_clock;
+  for (int64_t n = 0; n < calls; ++n) {
+    const int64_t number = program[0], words = program[1];
+    program[1 + words] = threads;
+    const Clock::time_point start = seconds != nullptr ? Clock::now() : Clock::time_point{};
+    if (entries[number].call(program + 2) != 0) return n + 1;
+    if (seconds != nullptr)
+      seconds[n] = std::chrono::duration<double>(Clock::now() - start).count();
+    program += 2 + words;
+  }
+  return 0;
 }
