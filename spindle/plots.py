@@ -28,10 +28,13 @@ from spindle.player import Player
 __all__ = [
     "COLOURS",
     "Cell",
+    "GrowthLine",
+    "GrowthPanel",
     "Machine",
     "Player",
     "attention_grid",
     "figure",
+    "growth",
     "panels",
     "roofline_dots",
     "rows_grid",
@@ -254,6 +257,63 @@ def _fall(ax: Axes, line: int, start: float, stop: float, colour: str, text: str
     left, right = sorted((start, stop))
     ax.add_patch(Rectangle((left, line - 0.32), right - left, 0.64, color=colour, lw=0))
     _note(ax, text, right, line, colour, (6, 0), va="center")
+
+
+# --- what grows ---------------------------------------------------------------------------------
+
+
+class GrowthLine(NamedTuple):
+    """Figures at growing sizes, measured and predicted; `name` stands at the largest."""
+
+    name: str
+    sizes: Sequence[float]
+    measured: Sequence[float]
+    predicted: Sequence[float]
+
+
+class GrowthPanel(NamedTuple):
+    """Up to three lines over one axis of sizes, the lowest last, and the claim they bear out."""
+
+    claim: str
+    xlabel: str
+    ylabel: str
+    lines: Sequence[GrowthLine | tuple]
+
+
+def growth(panels: Sequence[GrowthPanel], title: str) -> Figure:
+    """How figures grow with the size of the work: a panel a kind of work, two side by side.
+
+    Both axes begin at 0 and are linear, so that what grows in proportion is seen to. What is
+    predicted is dashed, and drawn first.
+    """
+    style()
+    across, down = min(2, len(panels)), math.ceil(len(panels) / 2)
+    size = (4.5 * across, 0.6 + 3.3 * down)
+    fig, axes = plt.subplots(down, across, figsize=size, layout="constrained", squeeze=False)
+    _claim(fig, title)
+    for ax, panel in zip(axes.flat, panels, strict=False):
+        _grow(ax, GrowthPanel(*panel))
+    for ax in axes.flat[len(panels) :]:
+        ax.set_axis_off()
+    return fig
+
+
+def _grow(ax: Axes, panel: GrowthPanel) -> None:
+    lines = [GrowthLine(*line) for line in panel.lines]
+    for line in lines:
+        ax.plot(line.sizes, line.predicted, "--", color=COLOURS["predicted"], lw=1.5)
+    for line, role in zip(lines, ("measured", "compute", "ink"), strict=False):
+        ax.plot(line.sizes, line.measured, "o-", color=COLOURS[role], ms=5, lw=1.5)
+        lowest = len(lines) > 1 and line is lines[-1]  # two may end at one height
+        last, side = (line.sizes[-1], line.measured[-1]), "top" if lowest else "bottom"
+        _note(ax, line.name, *last, COLOURS[role], (6, 0), va=side)
+    ax.set_title(textwrap.fill(panel.claim, 44), fontsize=10)
+    ax.set(xlabel=panel.xlabel, ylabel=panel.ylabel)
+    letters = max(len(line.name) for line in lines)
+    ax.set_xlim(0, max(line.sizes[-1] for line in lines) * (1.05 + 0.035 * letters))
+    ax.set_ylim(bottom=0)
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
 
 
 # --- tokens and attention -----------------------------------------------------------------------

@@ -91,6 +91,14 @@ def test_of_a_llama_all_but_the_ends_are_programs(graph_of):
     assert not any(name.startswith("spindle") for name in names)
 
 
+def test_of_a_gpt2_too(graph_of):
+    """Its embeddings are torch's, and each layer is native."""
+    engine = graphs.enable(Engine(MODELS["gpt2"], rows=2))
+    run(engine, PROMPTS[:2], GREEDY, 3)
+    programs = [part for part in graph_of(engine)._parts if isinstance(part, Program)]
+    assert [len(one.names) for one in programs] == [1 + 3 * 10, 1]
+
+
 def test_what_torch_copies_for_an_op_is_left_to_torch(graph_of):
     """Qwen3's norms get copies of q and k, made within the op and gone with it."""
     engine = graphs.enable(Engine(MODELS["qwen3"], rows=2))
@@ -244,6 +252,12 @@ def test_the_emulator_is_not_passed_by():
 
 
 # --- programs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 63, 64, 1000, 50_000])
+def test_reading_is_summing(n):
+    x = torch.randn(n)
+    assert native.read(x) == pytest.approx(x.double().sum().item(), abs=1e-4 * n**0.5)
 
 
 def test_a_program_does_its_calls_in_their_order():

@@ -68,6 +68,15 @@ def arguments(name: str, dtype: torch.dtype = torch.float32, D: int = 32) -> lis
         ],
         "rope": [q, k, angles.cos(), angles.sin()],
         "silu_mul": [random(3, 64, dtype=dtype)],
+        "layer_norm": [
+            *(random(3, 64, dtype=dtype), random(64, dtype=dtype)),
+            *(random(64, seed=2, dtype=dtype), 1e-5),
+        ],
+        "add_layer_norm": [
+            *(random(3, 64, dtype=dtype), random(3, 64, seed=1, dtype=dtype)),
+            *(random(64, dtype=dtype), random(64, seed=2, dtype=dtype), 1e-5),
+        ],
+        "gelu_tanh": [random(3, 64, dtype=dtype)],
         "write_kv": [cache, torch.tensor([19, 3, 8]), random(3, 2, D, dtype=dtype)],
         "copy_blocks": [
             random(2, 5, 4, 2, D, dtype=dtype),
@@ -82,7 +91,8 @@ def arguments(name: str, dtype: torch.dtype = torch.float32, D: int = 32) -> lis
     return given[name]
 
 
-OPS = [name for name in ops.SCHEMAS if name not in ops.PRODUCTS]  # with a twin and a CUDA source
+TWINNED = [name for name in ops.SCHEMAS if name not in ops.PRODUCTS]
+OPS = [name for name in TWINNED if name not in ops.FOR_GPT2]  # with a CUDA source, too
 LAUNCHERS = {
     "rms_norm": "spindle_rms_norm",
     "add_rms_norm": "spindle_rms_norm",
@@ -123,7 +133,8 @@ def launched(monkeypatch) -> list[str]:
 def natives(monkeypatch) -> list[str]:
     """The native forms that are called from here on."""
     seen: list[str] = []
-    for name in ("rms_norm", "rope", "silu_mul", "paged_attend"):
+    forms = ("rms_norm", "layer_norm", "rope", "silu_mul", "gelu_tanh", "write_kv", "paged_attend")
+    for name in forms:
         form = getattr(native, name)
         spy = lambda *rest, name=name, form=form: seen.append(name) or form(*rest)  # noqa: E731
         monkeypatch.setattr(native, name, spy)
@@ -146,7 +157,7 @@ class Log(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", TWINNED)
 def test_a_dispatch_mode_sees_one_op_whatever_computes_it(name, dtype):
     given = arguments(name, dtype)
     with Log() as log:
@@ -165,7 +176,7 @@ def test_a_dispatch_mode_sees_the_native_product():
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", TWINNED)
 def test_fake_tensors_get_the_twins_shapes_and_dtypes(name, device, dtype):
     """Of a GPU too, on a machine that has none."""
     op, given = getattr(kernels, name), arguments(name, dtype)
@@ -208,16 +219,16 @@ def test_the_residual_is_changed_in_place_and_returned(dtype):
 
 
 @needs_native
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", TWINNED)
 def test_float32_on_a_cpu_goes_to_the_native_form(name, natives, launched):
     with emulate.ops_emulated(False):
         getattr(kernels, name)(*arguments(name))
-    own = {"add_rms_norm": "rms_norm", "write_kv": None, "copy_blocks": None}.get(name, name)
-    assert natives == ([own] if own else []) and launched == []
+    own = [] if name == "copy_blocks" else [name.removeprefix("add_")]
+    assert natives == own and launched == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", TWINNED)
 def test_other_dtypes_on_a_cpu_go_to_the_twin(name, dtype, natives, launched):
     with emulate.ops_emulated(False):
         ours = outcome(getattr(kernels, name), arguments(name, dtype))
@@ -649,8 +660,9 @@ def test_doctor_builds_all_that_can_be_built(fake_nvcc, small_sources, capsys):
         (small_sources / name).unlink()
     emulate.library_of.cache_clear()
     status, lines = built_by_doctor(capsys)
-    assert status == 0 and len(lines) == 3
-    for line, name in zip(lines, ("native ops", "cuda kernels", "emulated copy.cu"), strict=True):
+    names = ("native ops", "native sampling", "cuda kernels", "emulated copy.cu")
+    assert status == 0 and len(lines) == len(names)
+    for line, name in zip(lines, names, strict=True):
         found = re.fullmatch(rf"  {name} +(/\S+\.so), \d+\.\d s", line)
         assert found and build.is_whole(Path(found[1]))
     assert doctor.cuda_kernels().found == str(build.cuda_place(None))

@@ -351,6 +351,44 @@ def test_the_native_norm_is_the_twin_within_rounding(E, eps):
 
 
 @needs_native
+@pytest.mark.parametrize("E", WIDTHS)
+@pytest.mark.parametrize("eps", [1e-5, 0.5])
+def test_the_native_layer_norm_is_the_twin_within_rounding(E, eps):
+    """The mean is off by E eps of the mean size; what it is taken from keeps that as it is."""
+    x, residual = (3 * random(7, E, seed=n, dtype=torch.float32) for n in (0, 1))
+    weight, bias = (random(E, seed=n, dtype=torch.float32) for n in (2, 3))
+    for given_ in (None, residual):
+        added = x if given_ is None else x + residual
+        wide = added.double()
+        exact = twins.layer_norm(wide, weight.double(), bias.double(), eps)
+        if given_ is None:
+            ours = kernels.layer_norm(x, weight, bias, eps)
+        else:
+            ours, carried = kernels.add_layer_norm(x, residual.clone(), weight, bias, eps)
+            assert torch.equal(carried, added)
+        spread = (wide.var(dim=-1, unbiased=False, keepdim=True) + eps).sqrt()
+        size = (wide.abs().mean(-1, keepdim=True) + wide.abs()) / spread
+        assert ours.dtype == torch.float32 and ours.shape == x.shape
+        bound = (E + 8) * EPS32 * ((size + size**2) * weight.abs() + bias.abs())
+        assert ((ours - exact).abs() <= bound).all()
+
+
+@needs_native
+@pytest.mark.parametrize("F", WIDTHS)
+def test_the_native_gelu_is_the_twin_within_rounding(F):
+    """The exponent 2 z is off by 6 eps of itself; (1 + tanh z) / 2 loses nothing as a sigmoid."""
+    x = torch.linspace(-12, 12, 40 * F).view(40, F)
+    x[::2] = 2 * random(20, F, dtype=torch.float32)
+    ours, wide = kernels.gelu_tanh(x), x.double()
+    assert ours.dtype == torch.float32 and ours.shape == x.shape
+    exponent = 2 * math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)
+    exact = wide / (1 + (-exponent).exp())
+    bound = (6 + 6 * exponent.abs()) * EPS32 * exact.abs() + 1e-30
+    assert ((ours - exact).abs() <= bound).all()
+    assert ((twins.gelu_tanh(x) - exact).abs() <= bound + EPS32 * wide.abs()).all()
+
+
+@needs_native
 @pytest.mark.parametrize("D", [2, 6, 16, 34, 64, 128])
 def test_the_native_rope_is_the_twin_within_rounding(D):
     """Two products and a sum; q and k are slices of one product, and v beside them stays."""
@@ -389,6 +427,9 @@ def test_the_native_forms_take_what_is_no_number_as_the_twins_do():
     torch.testing.assert_close(
         kernels.silu_mul(both), twins.silu_mul(both), equal_nan=True, rtol=1e-6, atol=1e-37
     )
+    torch.testing.assert_close(
+        kernels.gelu_tanh(both), twins.gelu_tanh(both), equal_nan=True, rtol=1e-6, atol=1e-37
+    )
     rows = odd[:, None] + torch.ones(8, 5)
     torch.testing.assert_close(
         kernels.rms_norm(rows, torch.ones(5), 1e-6),
@@ -413,7 +454,9 @@ def each_op(x: Tensor, T: slice) -> list[Tensor]:
         q,
         k,
         kernels.silu_mul(flat),
+        kernels.gelu_tanh(flat),
         kernels.rms_norm(flat, weight, 1e-5),
+        kernels.layer_norm(flat, weight, weight.flip(0), 1e-5),
         *norms,
     ]
 
@@ -446,6 +489,10 @@ def test_the_native_forms_write_their_result_and_nothing_beside_it(width, monkey
     assert kernels.add_rms_norm(x, residual, x[0], 0.0)[1].data_ptr() == residual.data_ptr()
     assert (inner == 1).all() and (residual == 8).all()
     kernels.silu_mul(torch.zeros(T, 2 * width))
+    assert (inner == 0).all()
+    kernels.layer_norm(x, x[0], x[0], 1.0)
+    assert (inner == 1).all()
+    kernels.gelu_tanh(torch.zeros(T, width))
     assert (inner == 0).all()
     for outer in (around, sums):
         assert (outer[:width] == 7).all() and (outer[-width:] == 7).all()

@@ -42,6 +42,9 @@ def calls(x: Tensor) -> dict[str, object]:
         "rms_norm": lambda: kernels.rms_norm(x, x[0], 1e-5),
         "add_rms_norm": lambda: kernels.add_rms_norm(x, x.clone(), x[0], 1e-5),
         "silu_mul": lambda: kernels.silu_mul(x),
+        "layer_norm": lambda: kernels.layer_norm(x, x[0], x[1], 1e-5),
+        "add_layer_norm": lambda: kernels.add_layer_norm(x, x.clone(), x[0], x[1], 1e-5),
+        "gelu_tanh": lambda: kernels.gelu_tanh(x),
         "rope": lambda: kernels.rope(heads, heads.clone(), angles, angles),
         "write_kv": lambda: kernels.write_kv(cache, one[0], heads[:2].clone()),
         "copy_blocks": lambda: kernels.copy_blocks(cache[None], one[0, :1], one[0, 1:]),
@@ -106,8 +109,12 @@ def test_four_corners_give_the_same_tokens_and_plain_steps_are_longer():
         assert all(len(turn.token_ids) == 12 == len(turn.step_ms) + 1 for turn in corner.turns)
 
 
-def test_on_a_cpu_without_a_recorder_nothing_is_said_to_be_captured():
-    assert [corner.name for corner in corners(llama, PROMPT, 4)] == ["eager torch", "eager fused"]
+@needs_native
+def test_on_a_cpu_what_is_native_code_is_recorded():
+    found = corners(llama, PROMPT, 4)
+    assert [corner.name for corner in found] == ["eager torch", "eager fused", "graph fused"]
+    assert [corner.engine.recorded for corner in found] == [False, False, True]
+    assert len({corner.engine._kv.capacity for corner in found}) == 1
 
 
 def test_operations_that_no_capture_can_have_are_not_counted():
@@ -124,7 +131,7 @@ def test_operations_that_no_capture_can_have_are_not_counted():
 
 
 def test_turns_go_there_and_back(monkeypatch):
-    found, order = corners(llama, PROMPT, 6), []
+    found, order = corners(llama, PROMPT, 6)[:2], []
 
     def turn(self: Corner, prompt: list[int], new: int) -> Turn:
         order.append((self.ops, new))
@@ -166,7 +173,7 @@ def test_a_token_reads_every_weight_once_and_what_is_stored(tied):
 
 
 def test_where_answers_part_and_how_near_the_two_tokens_are():
-    first, other = corners(llama, PROMPT, 6)
+    first, other = corners(llama, PROMPT, 6)[:2]
     right, _ = first.engine.generate(PROMPT, 6, temperature=0.0)
     first.turns.append(Turn(right, [], 1.0))
     other.turns += [Turn(right, [], 1.0), Turn([*right[:3], 1 - right[3], *right[4:]], [], 1.0)]
@@ -191,7 +198,8 @@ def test_the_command_prints_what_it_writes(
     written = json.loads(file.read_text())
     assert err == "", "a bar is for a terminal"
     assert written["settings"] == {"model": "tiny", "prompt_tokens": 10, "new": 6, "repeat": 2}
-    assert list(written["corners"]) == ["eager torch", "eager fused"]
+    recorded = ["graph fused"] if native.available() else []
+    assert list(written["corners"]) == ["eager torch", "eager fused", *recorded]
     for name, its in written["corners"].items():
         steps, kind = name.split()
         assert 0 < its["step_p50_ms"] <= its["step_p99_ms"] and its["tok_s"] > 0
@@ -199,10 +207,9 @@ def test_the_command_prints_what_it_writes(
         cells = f"{its['step_p50_ms']:.3f} | {its['step_p99_ms']:.3f} | {its['tok_s']:.1f}"
         assert f"| {steps} | {kind} | {cells} | " in out
         assert written["tokens"][name] is None
-    assert out.count("| yes |") == 2
-    for kind in ("torch", "fused"):
-        assert f"| graph | {kind} | — | — | — | — | — | — |" in out
-    assert "—: nothing is captured on a cpu; there, steps run as ever." in out
+    assert out.count("| yes |") == 2 + len(recorded)
+    assert "| graph | torch | — | — | — | — | — | — |" in out
+    assert "—: nothing is recorded there; on a CPU, only what is native code is." in out
     assert f"that is {written['bound_ms']:.3f} ms." in out
 
 
@@ -217,7 +224,7 @@ def test_what_is_not_the_same_is_said(capsys: pytest.CaptureFixture[str], monkey
     monkeypatch.setattr(Corner, "take_turn", other)
     assert cli.main(["bench", "latency", "-m", "tiny", "--new", "5", "--repeat", "1"]) == 0
     out = capsys.readouterr().out
-    assert out.count("| NO |") == 1
+    assert out.count("| NO |") == 1 + native.available()
     assert "eager fused has another token than the first turn of eager torch, at 2, where" in out
 
 
@@ -226,8 +233,9 @@ def test_a_recorded_corner_has_its_line():
     result = compare(found, PROMPT, 5, 1, lambda: 1e9)
     lines = latency.corner_table(result).splitlines()
     count = result["corners"]["graph fused"]["operations"]
-    assert lines[-1].startswith("| graph | fused | ") and f" | 1 for {count} | yes |" in lines[-1]
-    assert latency._missing(result, "cpu") == []
+    assert lines[-1].startswith("| graph | fused | ")
+    assert lines[-1].endswith(f" | {count}, recorded | yes |")
+    assert latency._missing(result) == []
 
 
 @pytest.mark.parametrize(("ms", "said"), [(1.0, []), (0.999, ["Above 100% of the read speed: "])])

@@ -290,3 +290,33 @@ def test_token_times_draw_a_stroke_a_token_on_the_line_of_its_request():
         inks = [matplotlib.colors.to_hex(c.get_color()[0]).upper() for c in ax.collections]
         assert inks == [CAST[0].colour, "#000000"]
     assert {"A claim", "whole", "in chunks", "tick"} <= set(said(fig))
+
+
+# --- what grows -----------------------------------------------------------------------------------
+
+PANEL = plots.GrowthPanel(
+    "Two lines",
+    "size",
+    "ms",
+    [("upper", [1, 2], [3.0, 5.0], [1.0, 2.0]), ("lower", [1, 2], [1, 2], [1, 1])],
+)
+
+
+@pytest.mark.parametrize(("count", "grid"), [(1, (1, 1)), (3, (2, 2)), (4, (2, 2))])
+def test_growth_has_a_panel_a_kind_of_work_two_side_by_side(count, grid):
+    fig = plots.growth([PANEL] * count, "A claim")
+    assert fig.axes[0].get_gridspec().get_geometry() == grid
+    assert [ax.axison for ax in fig.axes] == [True] * count + [False] * (grid[0] * grid[1] - count)
+    words = {"A claim", "Two lines", "size", "ms", "upper", "lower"}
+    assert words <= set(said(fig)) and said(fig).count("upper") == count
+
+
+def test_growth_draws_what_is_predicted_dashed_and_first_on_axes_that_begin_at_0():
+    ax = plots.growth([PANEL], "A claim").axes[0]
+    drawn = [(line.get_linestyle(), [*map(float, line.get_ydata())]) for line in ax.lines]
+    predicted, measured = [[1.0, 2.0], [1.0, 1.0]], [[3.0, 5.0], [1.0, 2.0]]
+    assert drawn == [*(("--", y) for y in predicted), *(("-", y) for y in measured)]
+    assert [line.get_color() for line in ax.lines[:2]] == [plots.COLOURS["predicted"]] * 2
+    assert ax.lines[2].get_color() == plots.COLOURS["measured"] != ax.lines[3].get_color()
+    assert ax.get_xlim()[0] == ax.get_ylim()[0] == 0 and ax.get_xlim()[1] > 2
+    assert ax.get_xscale() == ax.get_yscale() == "linear"

@@ -15,7 +15,7 @@ from matplotlib.patches import Rectangle
 
 from spindle import cli, hub, kernels, plots
 from spindle.bench import latency, levers, machine, parts, profile, steps
-from spindle.bench.levers import FULL, LEVERS, PLAIN, levers_on
+from spindle.bench.levers import FULL, LEVERS, PLAIN, REPLAYED, levers_on
 from spindle.bench.parts import ATTENTION, HEAD, LINEARS, NORMS, OUTSIDE, PARTS, REST, Tally, places
 from spindle.bench.peers.jobs import bytes_per_token
 from spindle.bench.prefill import Prefill
@@ -63,9 +63,9 @@ def both(config: ModelConfig):
     return plain, random_model(config)
 
 
-def jobs(model, rows, new=4, clock=None, context=5):
+def jobs(model, rows, new=4, clock=None, context=5, recorded=False):
     prompts = profile.prompts_of(None, model.config, max(rows), context)
-    return steps.jobs(model, None, prompts, rows, new, clock or HandClock())
+    return steps.jobs(model, None, prompts, rows, new, clock or HandClock(), recorded)
 
 
 # --- spans ---------------------------------------------------------------------------------------
@@ -313,6 +313,53 @@ def test_parts_and_what_is_left_over_are_the_step(name, rows):
             assert part["of_read_speed"] == pytest.approx(part["gb_s"])
 
 
+@needs_native
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_parts_of_a_replayed_step_are_the_step_too(name, rows):
+    """C++ times its own calls; bytes are those of a step that is run."""
+    model = random_model(CONFIGS[name])
+    run, replayed = (
+        jobs(model, [rows], 4, HandClock(1.0), recorded=recorded)[1] for recorded in (False, True)
+    )
+    for n in range(3):
+        for job in (run, replayed):
+            job.turns(3, plain_first=n == 1)
+    right, figures = (job.figures(FREE, 1e9) for job in (run, replayed))
+    its, L = figures["parts"], model.config.num_layers
+    total = sum(part["ms"] for part in its.values()) + figures["left_over_ms"]
+    assert total == pytest.approx(figures["step_ms"])
+    assert its[LINEARS]["calls"] == 4 * L and its[NORMS]["calls"] == 2 * L + 1
+    assert its[ATTENTION]["calls"] == its[parts.WRITES]["calls"] / 2 == L
+    assert its[parts.ACTIVATION]["calls"] == L and its[HEAD]["calls"] == its[REST]["calls"] == 1
+    assert all(0 < its[part]["ms"] < 100 for part in (LINEARS, NORMS, ATTENTION, HEAD))
+    for part in right["parts"]:
+        assert its[part]["bytes"] == right["parts"][part]["bytes"], part
+
+
+def test_the_last_product_is_the_head():
+    timed = [("linear", 1.0), ("rope", 2.0), ("aten.add.Tensor", 3.0), ("int8_linear", 4.0)]
+    timed += [("write_kv", 5.0), ("paged_attend", 6.0)]
+    found = [LINEARS, parts.ROPE, parts.OTHER, HEAD, parts.WRITES, ATTENTION]
+    assert parts.replayed(timed) == [(part, n + 1.0) for n, part in enumerate(found)]
+    assert parts.replayed([]) == []
+
+
+def test_what_another_clock_has_timed_is_noted_once():
+    clock = HandClock()
+    spans = Spans(clock)
+
+    class Here:
+        def box():
+            clock.now += 10
+            spans.note("n", 7)
+
+    with wrapped([Place(Here, "box", "b", False)], spans.wrap):
+        Here.box()
+    assert spans.take() == {"b": Noted(3, 1, 0), "n": Noted(7, 1, 0, 1)}
+    assert Noted(7, 1, 0, 1).corrected(CallCost(1, 1)) == 7
+
+
 def test_a_step_is_the_middle_of_its_turns_and_the_mean_of_its_kind():
     """Two steps, five turns: of each the fastest and the slowest turn fall out."""
     turns = [[1.0, 20.0], [99.0, 10.0], [2.0, 10.0], [3.0, 99.0], [0.0, 0.0]]
@@ -454,13 +501,14 @@ def test_every_stage_gives_the_same_tokens(name, rows):
     assert len(ids) == 11 and {len(row) for row in ids} == {rows}
     assert all(stage.engine.lengths == [6 + 11] * rows for stage in found)
     assert all(len(stage.seconds) == 2 and len(stage.seconds[0]) == 11 for stage in found)
-    there = {"llama": 5, "untied": 5, "qwen3": 5, "gelu": 4, "gpt2": 2}[name]
-    assert len(found) == 2 + there and len(gaps) == len(LEVERS) - there
+    there = {"llama": 5, "untied": 5, "qwen3": 5, "gelu": 4, "gpt2": 4}[name]
+    assert len(found) == 3 + there and len(gaps) == len(LEVERS) - there
+    assert [stage.engine.recorded for stage in found] == [False] * (2 + there) + [True]
     assert set(gaps.values()) <= {"no step of this model calls it"}
     in_place = [stage.engine._last.view._in_place for stage in found]
-    assert in_place == [False] * (there) + [True, True], "the last lever, and the engine as it is"
+    assert in_place == [False] * there + [True] * 3, "the last lever, and the engine as it is"
     forms = [levers.first_weight(stage.engine.model).panels is not None for stage in found]
-    assert forms == [False] + [True] * (there + 1)
+    assert forms == [False] + [True] * (there + 2)
 
 
 @needs_native
@@ -487,7 +535,7 @@ def test_without_native_code_every_lever_is_a_gap_with_a_reason(monkeypatch):
     monkeypatch.setattr(build, "why_not", lambda name: "SPINDLE_NO_EXT=1 is set")
     found, gaps = levers.stages(*both(CONFIGS["llama"]), [[1, 2, 3]], 4)
     assert [stage.name for stage in found] == [PLAIN, FULL]
-    assert list(gaps) == [lever.name for lever in LEVERS]
+    assert list(gaps) == [*(lever.name for lever in LEVERS), REPLAYED]
     assert all("SPINDLE_NO_EXT=1 is set" in why for why in gaps.values())
     result = levers.compare(found, 3, 1)
     assert all(its["same_tokens"] for its in result)
@@ -501,19 +549,21 @@ def test_without_native_code_weights_may_still_be_laid_out(monkeypatch):
     monkeypatch.setattr(native, "available", lambda: False)
     found, gaps = levers.stages(*both(CONFIGS["gpt2"]), [[1, 2, 3]], 4)
     assert [stage.name for stage in found] == [PLAIN, "weights in blocks", FULL]
-    assert len(gaps) == len(LEVERS) - 1
+    assert len(gaps) == len(LEVERS)
     assert all(its["same_tokens"] for its in levers.compare(found, 3, 1))
 
 
 def test_stages_take_turns_there_and_back_and_gains_add_up(monkeypatch):
     found, _ = levers.stages(*both(CONFIGS["gpt2"]), [[1, 2, 3]], 4)
     order, clock = [], HandClock()
-    costs = dict(zip([stage.name for stage in found], (8.0, 5.0, 6.0, 3.0), strict=False))
+    costs = dict(
+        zip([stage.name for stage in found], (8.0, 5.0, 6.0, 3.0, 2.5, 2.0, 1.5), strict=True)
+    )
 
     def turn(self, count, clock):
         order.append(self.name)
         self.seconds.append([costs[self.name]] * count)
-        self.token_ids = [[1], [2]] if self.name == FULL else [[1], [1]]
+        self.token_ids = [[1], [2]] if self.name == REPLAYED else [[1], [1]]
 
     monkeypatch.setattr(levers.Stage, "turn", turn)
     result = levers.compare(found, 2, 3, lambda: order.append("read"), clock)
@@ -622,7 +672,7 @@ def test_the_command_prints_the_waterfall_and_the_prefill(said):
     assert sizes["kv"] == each * (2 * 20 + 4) // 2
     bound_s = sum(sizes.values()) / written["read_gb_s"] / 1e9
     assert fall["bound_ms"] == pytest.approx(bound_s * 1e3)
-    assert len(fall["gaps"]) + len(fall["stages"]) == len(LEVERS) + 2
+    assert len(fall["gaps"]) + len(fall["stages"]) == len(LEVERS) + 3
     for name, part in written["prefill"]["parts"].items():
         assert f"| {name} | {part['ms']:.3f} | " in out
     assert f"A prompt of {written['prefill']['tokens']} tokens" in out
@@ -635,7 +685,7 @@ def test_without_native_code_the_command_says_what_is_missing(monkeypatch, capsy
     options = ["--rows", "2", "--context", "8", "--new", "2", "--repeat", "1"]
     assert cli.main(["bench", "profile", *options]) == 0
     out = capsys.readouterr().out
-    assert out.count("No stage for ") == len(LEVERS)
+    assert out.count("No stage for ") == len(LEVERS) + 1
     assert "From the plain step to the bound, 2 rows, greedy, through Engine:" in out
 
 

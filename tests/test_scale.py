@@ -63,7 +63,8 @@ def test_the_command_prints_what_it_writes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "scale.json"
-    options = ["--waiting", "8", "64", "--seqs", "4", "--steps", "40", "--repeat", "2"]
+    options = ["--only", "queue", "--waiting", "8", "64", "--seqs", "4", "--steps", "40"]
+    options += ["--repeat", "2"]
     assert cli.main(["bench", "scale", *options, "--json", str(file)]) == 0
     text, written = capsys.readouterr().out, json.loads(file.read_text())
     for name in LOOPS:
@@ -78,6 +79,25 @@ def test_the_command_prints_what_it_writes(
     assert "64 requests from first to last: " in text
 
 
+def test_the_queue_and_the_model_are_of_one_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "scale.json"
+    options = ["--only", "queue", "memory", "--waiting", "8", "--seqs", "4", "--steps", "31"]
+    options += ["--repeat", "1", "--tokens", "20", "40", "--json", str(file)]
+    assert cli.main(["bench", "scale", *options]) == 0
+    text, written = capsys.readouterr().out, json.loads(file.read_text())
+    assert "| waiting, scheduler | " in text and "Memory against tokens held" in text
+    assert {"scheduler", "llm", "flat", "drained", "memory", "settings"} == set(written)
+    settings = written["settings"]
+    assert (settings["waiting"], settings["tokens"], settings["model"]) == ([8], [20, 40], "tiny")
+
+
+def test_without_the_queue_nothing_is_said_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "scale", "--only", "memory", "--tokens", "20"]) == 0
+    assert "waiting" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -87,6 +107,18 @@ def test_the_command_prints_what_it_writes(
         (["--waiting", "63"], "--waiting 63: expected numbers that rise, from --seqs 64 on"),
         (["--waiting", "100", "99"], "--waiting 100 99: expected numbers that rise"),
         (["--waiting", "100", "100"], "--waiting 100 100: expected numbers that rise"),
+        (["--only", "decode", "cache"], "--only 'cache': expected some of queue, decode, batch, "),
+        (
+            ["--only", "queue", "--plot", "x.png"],
+            "--plot x.png: nothing to draw; expected some of ",
+        ),
+        (["--plot", "x.gif"], "--plot x.gif: expected a name that ends in"),
+        (["-m", "no-such-model"], "no model 'no-such-model'"),
+        (["--new", "65"], "--new 65: expected 2 to 64"),
+        (
+            ["--contexts", "64", "513"],
+            "--contexts 64 513: expected numbers that rise, from 2 to 512",
+        ),
         (["--json", "/no/such/folder/x.json"], "--json /no/such/folder/x.json: there is no"),
     ],
 )

@@ -11,6 +11,6 @@ BENCHES = {
     "profile": "a decode step part by part, and from the plain step to the bound, lever by lever",
     "quantize": "weights in 8 bits: bytes, logits, how well a text is foretold, an answer",
     "replay": "one trace in two memories: slots reserved at admission, or blocks as tokens come",
-    "scale": "what scheduling costs a token: 1,000 to 100,000 requests waiting, and no model",
+    "scale": "cost as work grows: requests waiting, context, rows, a prompt's length, tokens held",
     "traffic": "many users: static batches against continuous ones, and transformers",
 }

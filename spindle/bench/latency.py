@@ -1,7 +1,7 @@
 """One stream: what a token costs, with steps run or replayed, and ops plain or fused.
 
     eager   a step is sent to the device operation by operation
-    graph   it is recorded once and replayed as a whole; on a CPU nothing can be
+    graph   it is recorded once and replayed as a whole; on a CPU only what is native code can be
     torch   each op is its twin: plain torch
     fused   each op is the fastest form here: native code on a CPU, the CUDA sources on a GPU
 
@@ -115,7 +115,7 @@ def plain_ops() -> Iterator[None]:
     where there are no kernels, and its steps are to be run meanwhile, too.
     """
     named = {name: getattr(twins, name) for name in ops.SCHEMAS if name != "linear"}
-    named["add_rms_norm"] = lambda *given: twins.add_rms_norm(*given)[0]
+    named |= {name: ops.normed(getattr(twins, name)) for name in ops.ADDING}
     with ExitStack() as stack:
         stack.enter_context(emulate.ops_emulated(False))
         for name, twin in named.items():
@@ -184,7 +184,7 @@ def corners(
     """The corners that can be had here, eager ones first; all have room for this prompt and answer.
 
     Plain and fused ops share a model where its weights are plain anyway: on a GPU. `record` as in
-    `graphs.enable`; without one nothing is captured on a CPU.
+    `graphs.enable`.
     """
     found, shared = [], None
     for kind in OPS:
@@ -193,10 +193,11 @@ def corners(
             shared = model if model.device.type == "cuda" else None
             eager, graph = (Engine(model, len(prompt) + new) for _ in range(2))
             eager.reserve(eager.max_seq_len)
-            count = operations(eager, prompt)
+            count, recorder = operations(eager, prompt), record or graphs.recorder_for(model)
         found.append(Corner("eager", kind, eager, count))
-        if record is not None or model.device.type == "cuda":
-            found.append(Corner("graph", kind, graphs.enable(graph, record), count))
+        if recorder is not None:
+            graph.reserve(graph.max_seq_len)
+            found.append(Corner("graph", kind, graphs.enable(graph, recorder), count))
     return sorted(found, key=lambda corner: STEPS.index(corner.steps))
 
 
@@ -297,7 +298,7 @@ def as_markdown(result: dict[str, Any]) -> str:
         f"{machine.in_words(here)}. "
         f"fused: {result['forms']['fused']}."
     )
-    notes = [*_partings(result), *_above(result), *_missing(result, here["device"])]
+    notes = [*_partings(result), *_above(result), *_missing(result)]
     return "\n\n".join([about, corner_table(result), bytes_line(result), *notes])
 
 
@@ -320,7 +321,7 @@ def _row(result: dict[str, Any], steps: str, kind: str) -> list[str]:
     ]
     cells.insert(3, f"{result['bytes']['token'] / 1e6:,.1f}")
     sent = str(its["operations"] or "—")
-    sent = sent if steps == "eager" else f"1 for {sent}"
+    sent = sent if steps == "eager" else f"{sent}, recorded"
     return [steps, kind, *cells, sent, "yes" if result["tokens"][name] is None else "NO"]
 
 
@@ -354,7 +355,7 @@ def _above(result: dict[str, Any]) -> list[str]:
     return [f"Above 100% of the read speed: {why}."]
 
 
-def _missing(result: dict[str, Any], device: str) -> list[str]:
-    if any(name.startswith("graph") for name in result["corners"]):
+def _missing(result: dict[str, Any]) -> list[str]:
+    if all(f"graph {kind}" in result["corners"] for kind in OPS):
         return []
-    return [f"—: nothing is captured on a {device}; there, steps run as ever."]
+    return ["—: nothing is recorded there; on a CPU, only what is native code is."]

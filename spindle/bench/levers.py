@@ -1,9 +1,10 @@
 """From the plain step to the bound: one lever at a time, each on top of those before it.
 
 The plain step has every op in plain torch, called directly, and weights as they are in the
-checkpoint. A lever replaces some of the ops by the form that this engine uses here. The last stage
-is the engine as it is: what no lever has named comes with it. All stages have the same prompts, and
-take turns, there and back, so that a machine that slows down slows down for all.
+checkpoint. A lever replaces some of the ops by the form that this engine uses here. Then comes what
+no lever has named, and at last the same step recorded and replayed: the engine as it is. All stages
+have the same prompts, and take turns, there and back, so that a machine that slows down slows down
+for all.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from spindle.bench import latency, report
 from spindle.bench.latency import GREEDY
 from spindle.bench.spans import Clock
 from spindle.bench.steps import typical
+from spindle.decode import graphs
 from spindle.decode.engine import Engine
 from spindle.kernels import Weight, build, native, ops, packed
 from spindle.model.layers import Model
 
-PLAIN, FULL = "plain torch, op by op", "all else as it is"
+PLAIN, FULL = "plain torch, op by op", "all other ops as they are"
+REPLAYED = "the pass recorded, and replayed"
 
 
 @dataclass(frozen=True)
@@ -40,9 +43,9 @@ class Lever:
 
 LEVERS = (
     Lever("weights laid out for reading", ("linear",)),
-    Lever("norms, each one op", ("rms_norm", "add_rms_norm")),
+    Lever("norms, each one op", ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm")),
     Lever("rope, one op", ("rope",)),
-    Lever("silu and product, one op", ("silu_mul",)),
+    Lever("activation, one op", ("silu_mul", "gelu_tanh")),
     Lever("attention, one op, in place", ("paged_attend",)),
 )
 
@@ -127,7 +130,11 @@ def stages(
             name = form(model) if lever.ops == ("linear",) else lever.name
             its = model if "linear" in on else plain
             found.append(_stage(name, on, its, prompts, new))
-    return [*found, _stage(FULL, None, model, prompts, new)], gaps
+    found.append(_stage(FULL, None, model, prompts, new))
+    why = graphs.why_none(model)
+    if why:
+        return found, gaps | {REPLAYED: why}
+    return [*found, _stage(REPLAYED, None, model, prompts, new, recorded=True)], gaps
 
 
 def _stage(
@@ -136,9 +143,12 @@ def _stage(
     model: Model,
     prompts: Sequence[list[int]],
     new: int,
+    recorded: bool = False,
 ) -> Stage:
     with surroundings(on):
         engine = _engine(model, prompts, new)
+        if recorded:
+            graphs.enable(engine)
         first = engine.begin(prompts, GREEDY).clone()
         engine.step(first)  # threads, and what is built on first use
     return Stage(name, on, engine, first, [len(ids) for ids in prompts])

@@ -12,6 +12,7 @@ import itertools
 import math
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -22,10 +23,11 @@ from spindle.config import ModelConfig
 from spindle.decode import detokenize, step
 from spindle.decode.oplog import leaves, tensors_of
 from spindle.kernels import Weight
+from spindle.kernels.ops import PRODUCTS
 from spindle.kvcache import paged, static
 from spindle.model import rope
 from spindle.model.layers import Model
-from spindle.serve import runner, scheduler
+from spindle.serve import recorded, runner, scheduler
 
 LINEARS, HEAD, ATTENTION, WRITES = "linears", "head", "attention", "K/V writes"
 NORMS, ROPE, ACTIVATION, OTHER = "norms", "rope", "activation", "the model's small ops"
@@ -42,8 +44,10 @@ PART_OF = {
     "add_layer_norm": NORMS,
     "rope": ROPE,
     "silu_mul": ACTIVATION,
+    "gelu_tanh": ACTIVATION,
     "activation": ACTIVATION,
 }
+REPLAYED = PART_OF | {"int8_linear": LINEARS, "write_kv": WRITES, "paged_attend": ATTENTION}
 
 
 def places(model: Model) -> list[Place]:
@@ -84,10 +88,25 @@ def _around() -> list[Place]:
     """What is beside the model: the draw, who runs, and text."""
     return [
         Place(step.DecodeStep, "draw", SAMPLING),
+        Place(recorded.PagedStep, "draw", SAMPLING),
+        Place(recorded, "sampling_rows", SAMPLING),
         Place(runner, "sample", SAMPLING),
         Place(runner, "sampling_rows", SAMPLING),
         *(Place(scheduler.Scheduler, name, SCHEDULER) for name in ("schedule", "commit")),
         *(Place(detokenize.AnswerText, name, TEXT) for name in ("push", "flush")),
+    ]
+
+
+def replayed(timed: Sequence[tuple[str, float]]) -> list[tuple[str, float]]:
+    """The parts that a recorded pass is made of, from its operations: the last product is the head.
+
+    timed: each operation's name and seconds. What torch does between native calls is "the model's
+    small ops", the angles of RoPE among them.
+    """
+    head = max((n for n, (name, _) in enumerate(timed) if name in PRODUCTS), default=-1)
+    return [
+        (HEAD if n == head else REPLAYED.get(name, OTHER), seconds)
+        for n, (name, seconds) in enumerate(timed)
     ]
 
 

@@ -1,6 +1,7 @@
-"""What scheduling costs a token, however many requests wait; no model runs.
+"""Cost as work grows: requests that wait, and what a model has to do and to remember (growth.py).
 
-The scheduler and its pool are the real ones, and a stand-in says which token came: always 0. The
+What scheduling costs a token is measured here, however many requests wait, and no model runs. The
+scheduler and its pool are the real ones, and a stand-in says which token came: always 0. The
 queue is kept at its length: whenever a request ends, another one comes, so what is measured is the
 same work each time, behind queues of different lengths. The same then through LLM, whose step also
 checks, times and reports; its runner is the stand-in.
@@ -18,11 +19,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from spindle.bench import report
+from spindle import hub
+from spindle.bench import growth, growth_figure, growth_tables, profile, report
+from spindle.bench.peers.jobs import choose
 from spindle.config import ModelConfig
 from spindle.decode.params import SamplingParams
 from spindle.errors import RequestError
@@ -33,6 +37,7 @@ from spindle.serve.request import Request
 from spindle.serve.runner import Output, Runner
 from spindle.serve.scheduler import Plan, Scheduler
 
+PARTS = ("queue", *growth.PARTS)
 WAITING = (1_000, 10_000, 100_000)
 PROMPT, LONGEST = 16, 31  # tokens of a prompt, and of the longest answer
 BLOCK_SIZE = 16
@@ -235,21 +240,66 @@ def drain(requests: int, seqs: int) -> dict[str, float]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `spindle bench scale`."""
-    add, lengths = parser.add_argument, " ".join(map(str, WAITING))
-    text = f"lengths of the queue, the shortest first (default: {lengths})"
-    add("--waiting", type=int, nargs="+", default=list(WAITING), metavar="N", help=text)
+    add = parser.add_argument
+    add("-m", "--model", default="tiny", help="what steps and prompts run (default: tiny)")
+    text = f"what to measure, of {', '.join(PARTS)} (default: all)"
+    add("--only", nargs="+", default=list(PARTS), metavar="PART", help=text)
+    _add_sizes(parser)
     add("--seqs", type=int, default=64, metavar="N", help="requests that run at once (default: 64)")
-    add("--steps", type=int, default=200, metavar="N", help="steps a turn (default: 200)")
+    text = "steps a turn, of the queue (default: 200)"
+    add("--steps", type=int, default=200, metavar="N", help=text)
+    text = "tokens of a turn, of steps of the model (default: 16)"
+    add("--new", type=int, default=16, metavar="N", help=text)
     add("--repeat", type=int, default=5, metavar="K", help="turns of each (default: 5)")
     report.add_json(parser)
+    text = "draw what was measured with the model there (needs matplotlib)"
+    add("--plot", type=Path, metavar="FILE", help=text)
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    """What grows in each part; in words, and what it is unless it is said."""
+    texts = {"waiting": "requests in the queue", "contexts": "tokens of context of a decode step"}
+    texts |= {"batches": "rows of a decode step", "lengths": "tokens of a prompt"}
+    texts |= {"tokens": "tokens that a cache holds"}
+    for name, text in texts.items():
+        default = WAITING if name == "waiting" else growth.DEFAULTS[name]
+        shown = f"{text}, rising (default: {' '.join(map(str, default))})"
+        given = list(WAITING) if name == "waiting" else None
+        parser.add_argument(
+            f"--{name}", type=int, nargs="+", default=given, metavar="N", help=shown
+        )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print a markdown table, and write JSON if a file was named."""
+    """Measure, print markdown tables, write JSON and draw the figure if files were named."""
     report.check_json(args.json)
-    result = measure(args.waiting, args.seqs, args.steps, args.repeat)
-    report.publish(result, as_markdown(result), args.json)
+    profile.check_plot(args.plot)
+    choose("--only", args.only, PARTS)
+    modelled = [part for part in growth.PARTS if part in args.only]
+    if args.plot is not None and not modelled:
+        words = ", ".join(growth.PARTS)
+        raise RequestError(f"--plot {args.plot}: nothing to draw; expected some of {words}")
+    queue = (args.waiting, args.seqs, args.steps, args.repeat)
+    settings = _settings(args, modelled) if modelled else None
+    result, texts = dict[str, Any](), list[str]()
+    if "queue" in args.only:
+        result = measure(*queue)
+        texts.append(as_markdown(result))
+    if settings is not None:
+        found = growth.measure(args.model, settings)
+        texts.append(growth_tables.as_markdown(found))
+        result |= found | {"settings": result.get("settings", {}) | found["settings"]}
+    report.publish(result, "\n\n".join(texts), args.json)
+    if args.plot is not None:
+        growth_figure.draw(result).savefig(args.plot)
     return 0
+
+
+def _settings(args: argparse.Namespace, parts: Sequence[str]) -> growth.Settings:
+    """The growing parts' own. RequestError for what cannot be, ModelNotFound for the model."""
+    config = ModelConfig.from_directory(hub.resolve(args.model))
+    sizes = {name: getattr(args, name) for name in growth.DEFAULTS}
+    return growth.Settings.of(config, parts, **sizes, new=args.new, repeat=args.repeat)
 
 
 def measure(

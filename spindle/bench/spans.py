@@ -50,15 +50,20 @@ class CallCost:
 
 @dataclass
 class Noted:
-    """What one part has taken: seconds of its own, calls, and timed calls that it made."""
+    """What one part has taken: seconds of its own, calls, and timed calls that it made.
+
+    replayed: those of its calls that were timed by others, at no cost to be taken off.
+    """
 
     seconds: float = 0.0
     calls: int = 0
     nested: int = 0
+    replayed: int = 0
 
     def corrected(self, cost: CallCost) -> float:
         """The seconds, without what timing has added."""
-        return self.seconds - self.calls * cost.inside_s - self.nested * cost.outside_s
+        timed = self.calls - self.replayed
+        return self.seconds - timed * cost.inside_s - self.nested * cost.outside_s
 
 
 class Spans:
@@ -92,11 +97,19 @@ class Spans:
 
         return timed
 
+    def note(self, part: str, seconds: float) -> None:
+        """A call that took so long by another clock, within the one that is running now."""
+        mine = self._parts.setdefault(part, Noted())
+        mine.seconds += seconds
+        mine.calls += 1
+        mine.replayed += 1
+        self._inner_s += seconds
+
     def take(self) -> dict[str, Noted]:
         """The notes of each part so far."""
         taken = {part: Noted(**vars(noted)) for part, noted in self._parts.items()}
         for noted in self._parts.values():
-            noted.seconds, noted.calls, noted.nested = 0.0, 0, 0
+            vars(noted).update(vars(Noted()))
         return taken
 
 

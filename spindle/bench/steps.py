@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 from spindle.bench import report
-from spindle.bench.parts import OUTSIDE, PARTS, REST, Tally, places
+from spindle.bench.parts import OUTSIDE, PARTS, REST, Tally, places, replayed
 from spindle.bench.spans import CallCost, Clock, Noted, Place, Spans, wrapped
+from spindle.decode import graphs
+from spindle.decode.cpu_graph import CpuGraph
 from spindle.decode.engine import Engine
 from spindle.decode.params import SamplingParams
 from spindle.decode.text import stream_text
@@ -49,14 +52,19 @@ class Timed:
         """A turn of so many calls, timed part by part."""
         spans = Spans(self._clock)
         self.noted.append([])
-        with wrapped(self._places, spans.wrap):
+
+        def replay(graph: CpuGraph) -> None:
+            for part, seconds in replayed(graph.timed()):
+                spans.note(part, seconds)
+
+        with wrapped(self._places, spans.wrap), patch.object(CpuGraph, "replay", replay):
             root = spans.wrap(Place(None, "", REST, whole=False), step)
             for _ in range(count):
                 root()
                 self.noted[-1].append(spans.take())
 
     def count(self, step: Step, count: int) -> None:
-        """So many calls, whose bytes and operations are counted."""
+        """So many calls, whose bytes and operations are counted; none may be replayed."""
         with wrapped(self._places, self.tally.wrap):
             for _ in range(count):
                 step()
@@ -130,13 +138,19 @@ class Job(ABC):
         self.timed = Timed(model, clock)
 
     @abstractmethod
-    def begin(self) -> Step:
-        """Run the prompts; what gives each row its next token is returned."""
+    def begin(self, counted: bool = False) -> Step:
+        """Run the prompts; what gives each row its next token is returned.
+
+        counted: by an engine that runs all of its steps.
+        """
 
     def turns(self, steps: int, plain_first: bool) -> None:
-        """Two turns, one of them in parts; the first time one more, to warm up and to count."""
+        """Two turns, one of them in parts; the first time two more, to count and to warm up."""
         if not self.timed.tallied:
-            self.timed.count(self.begin(), steps)
+            self.timed.count(self.begin(counted=True), steps)
+            warm_up = self.begin()
+            for _ in range(steps):
+                warm_up()
         order = (self.timed.time, self.timed.time_parts)
         for time in order if plain_first else order[::-1]:
             time(self.begin(), steps)
@@ -179,21 +193,26 @@ class EngineJob(Job):
 
     through = "Engine"
 
-    def __init__(self, model: Model, tokenizer: Tokenizer | None, *given: Any) -> None:
+    def __init__(
+        self, model: Model, tokenizer: Tokenizer | None, recorded: bool, *given: Any
+    ) -> None:
         super().__init__(model, *given)
         self._tokenizer = tokenizer
         most = len(self.prompts[0]) + self.new
-        self._engine = Engine(model, most)
+        self._engine, self._plain = Engine(model, most), Engine(model, most)
         self._engine.reserve(most)
+        if recorded and graphs.recorder_for(model) is not None:
+            graphs.enable(self._engine)
 
-    def begin(self) -> Step:
+    def begin(self, counted: bool = False) -> Step:
         """Run the prompt, and its first token."""
         ids, params = self.prompts[0], self.params(0)
+        engine = self._plain if counted else self._engine
         stream: Any
         if self._tokenizer is None:
-            stream = self._engine.stream_with(ids, params)
+            stream = engine.stream_with(ids, params)
         else:
-            stream = stream_text(self._engine, self._tokenizer, ids, params)
+            stream = stream_text(engine, self._tokenizer, ids, params)
         next(stream)
         return partial(next, stream)
 
@@ -203,10 +222,13 @@ class LLMJob(Job):
 
     through = "LLM"
 
-    def __init__(self, model: Model, tokenizer: Tokenizer | None, *given: Any) -> None:
+    def __init__(
+        self, model: Model, tokenizer: Tokenizer | None, recorded: bool, *given: Any
+    ) -> None:
         super().__init__(model, *given)
         rows, most = len(self.prompts), max(map(len, self.prompts)) + self.new
-        self._llm = LLM(
+        make = partial(
+            LLM,
             model,
             tokenizer=tokenizer,
             max_seqs=rows,
@@ -215,14 +237,16 @@ class LLMJob(Job):
             block_size=BLOCK_SIZE,
             num_blocks=rows * (-(-most // BLOCK_SIZE) + 1),  # and one spare for each that runs
         )
+        self._llm, self._plain = make(graphs=None if recorded else False), make(graphs=False)
 
-    def begin(self) -> Step:
+    def begin(self, counted: bool = False) -> Step:
         """Run all prompts in one step, with the first token of each."""
-        assert not self._llm.has_unfinished, "the turn before has come to its end"
+        llm = self._plain if counted else self._llm
+        assert not llm.has_unfinished, "the turn before has come to its end"
         for row, ids in enumerate(self.prompts):
-            self._llm.add(ids, self.params(row))
-        assert len(self._llm.step()) == len(self.prompts)
-        return self._llm.step
+            llm.add(ids, self.params(row))
+        assert len(llm.step()) == len(self.prompts)
+        return llm.step
 
 
 def jobs(
@@ -232,10 +256,15 @@ def jobs(
     rows: Sequence[int],
     new: int,
     clock: Clock,
+    recorded: bool = True,
 ) -> list[Job]:
-    """Greedy and sampled steps of so many rows; one row goes through Engine, more through LLM."""
+    """Greedy and sampled steps of so many rows; one row goes through Engine, more through LLM.
+
+    recorded: replayed where they can be, as LLM has it by default; else all of them are run.
+    """
+    both = (model, tokenizer, recorded)
     return [
-        (EngineJob if count == 1 else LLMJob)(model, tokenizer, prompts[:count], name, new, clock)
+        (EngineJob if count == 1 else LLMJob)(*both, prompts[:count], name, new, clock)
         for count in rows
         for name in SAMPLINGS
     ]

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from spindle.kernels import cuda, emulate, native, ops, twins
 from spindle.kernels.packed import Weight, onednn_linear, pack, packs, unpack
-from spindle.kernels.twins import add_layer_norm, layer_norm
 
 __all__ = [
     "Weight",
@@ -21,6 +20,7 @@ __all__ = [
     "attend",
     "attends_in_place",
     "copy_blocks",
+    "gelu_tanh",
     "layer_norm",
     "linear",
     "pack",
@@ -37,8 +37,11 @@ _linear = torch.ops.spindle.linear.default
 _int8_linear = torch.ops.spindle.int8_linear.default
 _rms_norm = torch.ops.spindle.rms_norm.default
 _add_rms_norm = torch.ops.spindle.add_rms_norm.default
+_layer_norm = torch.ops.spindle.layer_norm.default
+_add_layer_norm = torch.ops.spindle.add_layer_norm.default
 _rope = torch.ops.spindle.rope.default
 _silu_mul = torch.ops.spindle.silu_mul.default
+_gelu_tanh = torch.ops.spindle.gelu_tanh.default
 _write_kv = torch.ops.spindle.write_kv.default
 _copy_blocks = torch.ops.spindle.copy_blocks.default
 _paged_attend = torch.ops.spindle.paged_attend.default
@@ -72,6 +75,18 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return _add_rms_norm(x, residual, weight, eps), residual
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Each row of x [T, E] at mean 0 and variance 1, times weight [E], plus bias [E]."""
+    return _layer_norm(x, weight, bias, eps)
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Add x [T, E] to the residual, in place, then layer-norm it; returns (normed, residual)."""
+    return _add_layer_norm(x, residual, weight, bias, eps), residual
+
+
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotate q [T, H, D] and k [T, Hk, D], in place, by the angles of cos, sin [T, D/2]."""
     _rope(q, k, cos, sin)
@@ -80,6 +95,11 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate_up [T, 2F], gate first -> [T, F]."""
     return _silu_mul(gate_up)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU's tanh form of x [T, F] -> [T, F]."""
+    return _gelu_tanh(x)
 
 
 def write_kv(cache: Tensor, slots: Tensor, new: Tensor) -> None:

@@ -21,11 +21,14 @@ from spindle.kernels import build
 PANEL = 32  # outputs side by side, as in cpu.cpp
 _POINTER, _LENGTH = ctypes.c_void_p, ctypes.c_int64
 _ARGUMENTS = {  # of each op: pointers, lengths, floats; then the number of threads
+    "gelu_tanh": (2, 2, 0),
     "int8_linear": (5, 3, 0),
     "int8_pack": (2, 2, 0),
+    "layer_norm": (5, 2, 1),
     "linear": (4, 3, 0),
     "pack": (2, 2, 0),
     "paged_attend": (6, 8, 1),
+    "read": (2, 1, 0),
     "rms_norm": (4, 2, 1),
     "rope": (4, 8, 0),
     "silu_mul": (2, 2, 0),
@@ -150,6 +153,16 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     return out
 
 
+def layer_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+) -> Tensor:
+    """Layer norm of contiguous x [..., E]; with a residual, as `rms_norm`."""
+    out = torch.empty_like(x)
+    E = x.shape[-1]
+    _call("layer_norm", _pointers(x, residual, weight, bias, out), x.numel() // E, E, eps)
+    return out
+
+
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     """The twin's arguments and result; rows and heads of q and k may lie apart."""
     T, H, D = q.shape
@@ -165,6 +178,13 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
+def gelu_tanh(x: Tensor) -> Tensor:
+    """The twin's result for contiguous x [T, F]."""
+    out = torch.empty_like(x)
+    _call("gelu_tanh", _pointers(x, out), *x.shape)
+    return out
+
+
 def write_kv(cache: Tensor, slots: Tensor, new: Tensor) -> None:
     """The twin's arguments and effect; rows of `new` may lie apart. IndexError: no such slot."""
     T, Hk, D = new.shape
@@ -172,6 +192,13 @@ def write_kv(cache: Tensor, slots: Tensor, new: Tensor) -> None:
     sizes = (T, cache.numel() // width, width, new.stride(0))
     if _call("write_kv", _pointers(cache, slots, new), *sizes):
         raise IndexError(f"write_kv: slots {slots.tolist()}; expected 0 to {sizes[1] - 1}")
+
+
+def read(x: Tensor) -> float:
+    """The sum of a contiguous float32 tensor, as fast as memory gives it: to measure that."""
+    out = x.new_empty(1)
+    _call("read", _pointers(x, out), x.numel())
+    return out.item()
 
 
 def _pointers(*tensors: Tensor | None) -> tuple[int | None, ...]:

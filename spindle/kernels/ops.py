@@ -27,8 +27,13 @@ SCHEMAS = {
     "int8_linear": "(Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> Tensor",
     "rms_norm": "(Tensor x, Tensor weight, float eps) -> Tensor",
     "add_rms_norm": "(Tensor x, Tensor(a!) residual, Tensor weight, float eps) -> Tensor",
+    "layer_norm": "(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor",
+    "add_layer_norm": (
+        "(Tensor x, Tensor(a!) residual, Tensor weight, Tensor bias, float eps) -> Tensor"
+    ),
     "rope": "(Tensor(a!) q, Tensor(b!) k, Tensor cos, Tensor sin) -> ()",
     "silu_mul": "(Tensor gate_up) -> Tensor",
+    "gelu_tanh": "(Tensor x) -> Tensor",
     "write_kv": "(Tensor(a!) cache, Tensor slots, Tensor new) -> ()",
     "copy_blocks": "(Tensor(a!) cache, Tensor source, Tensor target) -> ()",
     "paged_attend": (
@@ -38,6 +43,8 @@ SCHEMAS = {
 }
 
 PRODUCTS = ("linear", "int8_linear")  # no CUDA source: `kernels.linear` says what does their work
+FOR_GPT2 = ("layer_norm", "add_layer_norm", "gelu_tanh")  # nor here: a GPU has the twins
+ADDING = ("add_rms_norm", "add_layer_norm")  # whose twins return the residual too
 
 Form = Callable[..., Any]
 
@@ -52,10 +59,24 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    same = residual.dtype == x.dtype and residual.shape == x.shape and residual.is_contiguous()
-    if _native(x) and same and _is_weight(weight, x):
+    if _native(x) and _is_residual(residual, x) and _is_weight(weight, x):
         return native.rms_norm(x.contiguous(), residual, weight, eps), residual
     return twins.add_rms_norm(x, residual, weight, eps)
+
+
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    if _native(x) and _is_weight(weight, x) and _is_weight(bias, x):
+        return native.layer_norm(x.contiguous(), None, weight, bias, eps)
+    return twins.layer_norm(x, weight, bias, eps)
+
+
+def _add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    both = _is_weight(weight, x) and _is_weight(bias, x)
+    if _native(x) and both and _is_residual(residual, x):
+        return native.layer_norm(x.contiguous(), residual, weight, bias, eps), residual
+    return twins.add_layer_norm(x, residual, weight, bias, eps)
 
 
 def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -69,6 +90,10 @@ def _silu_mul(gate_up: Tensor) -> Tensor:
     if _native(gate_up) and gate_up.shape[1] % 2 == 0:
         return native.silu_mul(gate_up.contiguous())
     return twins.silu_mul(gate_up)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return native.gelu_tanh(x.contiguous()) if _native(x) and x.ndim == 2 else twins.gelu_tanh(x)
 
 
 def _write_kv(cache: Tensor, slots: Tensor, new: Tensor) -> None:
@@ -108,16 +133,19 @@ def _check_paged(q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, length
         raise TypeError(f"paged_attend: {', '.join(shapes)} do not go together")
 
 
-def _normed(add: Callable[..., tuple[Tensor, Tensor]]) -> Form:
+def normed(add: Callable[..., tuple[Tensor, Tensor]]) -> Form:
     """Without the residual: an op may not return what it was given."""
     return lambda *arguments: add(*arguments)[0]
 
 
 PLAIN: dict[str, Form] = {
     "rms_norm": _rms_norm,
-    "add_rms_norm": _normed(_add_rms_norm),
+    "add_rms_norm": normed(_add_rms_norm),
+    "layer_norm": _layer_norm,
+    "add_layer_norm": normed(_add_layer_norm),
     "rope": _rope,
     "silu_mul": _silu_mul,
+    "gelu_tanh": _gelu_tanh,
     "write_kv": _write_kv,
     "paged_attend": _paged_attend,
 }
@@ -131,6 +159,10 @@ def _native(x: Tensor) -> bool:
 def _is_weight(weight: Tensor, x: Tensor) -> bool:
     """Whether this is a row of x's width: native code reads it as such."""
     return weight.dtype == x.dtype and weight.shape == x.shape[-1:] and weight.is_contiguous()
+
+
+def _is_residual(residual: Tensor, x: Tensor) -> bool:
+    return residual.dtype == x.dtype and residual.shape == x.shape and residual.is_contiguous()
 
 
 def _are_turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
@@ -176,7 +208,11 @@ def _on_cuda(source: Form, twin: Form) -> Form:
 def _register(library: Library) -> None:
     for name, schema in SCHEMAS.items():
         library.define(name + schema)
-        if name not in PRODUCTS:
+        if name in FOR_GPT2:
+            library.impl(name, PLAIN[name], "CPU")
+            library.impl(name, _op(twins, name), "CUDA")
+            library.impl(name, _op(twins, name), "Meta")
+        elif name not in PRODUCTS:
             source, twin = _op(cuda, name), _op(twins, name)
             library.impl(name, _on_cpu(source, PLAIN.get(name, twin)), "CPU")
             library.impl(name, _on_cuda(source, twin), "CUDA")
@@ -185,7 +221,7 @@ def _register(library: Library) -> None:
 
 def _op(forms: ModuleType, name: str) -> Form:
     form = getattr(forms, name)
-    return _normed(form) if name == "add_rms_norm" else form
+    return normed(form) if name in ADDING else form
 
 
 def _register_products(library: Library) -> None:

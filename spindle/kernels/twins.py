@@ -54,11 +54,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Add x [T, E] to the residual, then normalise the sum; returns (normed, residual).
-
-    The residual that was passed in is consumed: use the returned one.
-    """
-    residual = residual + x
+    """Add x [T, E] to the residual, in place, then normalise it; returns (normed, residual)."""
+    residual += x
     return layer_norm(residual, weight, bias, eps), residual
 
 
@@ -91,6 +88,11 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate_up [T, 2F], gate first (Shazeer 2020, SwiGLU) -> [T, F]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """The tanh form of GELU (Hendrycks & Gimpel 2016, section 2) of x [T, F]."""
+    return F.gelu(x, approximate="tanh")
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> Tensor:

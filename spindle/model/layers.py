@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spindle.config import ModelConfig
-from spindle.kernels import Weight, pack, packs
+from spindle.kernels import Weight, gelu_tanh, pack, packs
 
 
 class KVView(Protocol):
@@ -130,16 +129,14 @@ def laplace(x: Tensor) -> Tensor:
     return 0.5 * (1.0 + torch.erf((x - 0.707107) / (0.282095 * math.sqrt(2.0))))
 
 
-tanh_gelu = partial(F.gelu, approximate="tanh")
-
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,  # Hendrycks & Gimpel 2016: x times the normal distribution function
     "gelu_python": F.gelu,
     "gelu_10": lambda x: F.gelu(x).clamp(-10, 10),
-    "gelu_new": tanh_gelu,  # the same paper's approximation; then the same again
-    "gelu_accurate": tanh_gelu,
-    "gelu_pytorch_tanh": tanh_gelu,
-    "gelu_python_tanh": tanh_gelu,
+    "gelu_new": gelu_tanh,  # the same paper's approximation; then the same again
+    "gelu_accurate": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "gelu_python_tanh": gelu_tanh,
     "gelu_fast": fast_gelu,
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),  # the same paper's other one
     "silu": F.silu,  # Elfwing et al. 2017; "swish" in Ramachandran et al. 2017

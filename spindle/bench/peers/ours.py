@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import spindle
+from spindle import graphs
 from spindle.bench.load import Request, serve
 from spindle.decode.engine import Engine
 from spindle.decode.params import SamplingParams
@@ -47,7 +48,7 @@ class Spindle:
             trace=1,
             **self.options,
         )
-        self.engine = Engine(self.llm.model, max_len)
+        self.engine = graphs.enable(Engine(self.llm.model, max_len))
 
     def run(self, requests: list[tuple[list[int], int]]) -> dict[str, Any]:
         """The answers, when each one's first token came, and the seconds of it all."""

@@ -177,6 +177,7 @@ extern "C" void spindle_int8_pack(const int8_t* w, int8_t* panels, int64_t N, in
 namespace {
 
 constexpr int LANES = 16;
+constexpr int64_t NEAR = 32;  // positions of a sequence that attention takes at a time
 constexpr int64_t ALONE = 1 << 15;  // numbers that one thread has done before a second is awake
 typedef float V __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float))));
 typedef int32_t I __attribute__((vector_size(LANES * sizeof(int32_t))));
@@ -195,6 +196,15 @@ float total(V lanes) {
   std::memcpy(fours, &eight, sizeof fours);
   const V4 four = fours[0] + fours[1];
   return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+float sum_of(const float* x, int64_t n) {
+  V sum = {};
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) sum += at(x + i);
+  float result = total(sum);
+  for (; i < n; ++i) result += x[i];
+  return result;
 }
 
 float dot(const float* a, const float* b, int64_t n) {
@@ -241,30 +251,41 @@ void softmax(float* scores, int64_t room) {
   for (int64_t s = 0; s < room; s += LANES) at(scores + s) /= sum;
 }
 
+// The same for W vectors of it, from sum and x on: W sums that do not wait for one another.
+template <int W>
+void add_weighted(const float* weights, const float* x, float* sum, int64_t count, int64_t stride) {
+  V parts[W];
+  std::memcpy(parts, sum, sizeof parts);
+  for (int64_t s = 0; s < count; ++s)
+    for (int w = 0; w < W; ++w) parts[w] += weights[s] * at(x + s * stride + w * LANES);
+  std::memcpy(sum, parts, sizeof parts);
+}
+
 // sum [D] += weights [count] times x [count, D], the rows of x being `stride` floats apart.
 void add_weighted(const float* weights, const float* x, float* sum, int64_t count, int64_t stride,
                   int64_t D) {
   int64_t d = 0;
-  for (; d + LANES <= D; d += LANES) {
-    V part = at(sum + d);
-    for (int64_t s = 0; s < count; ++s) part += weights[s] * at(x + s * stride + d);
-    at(sum + d) = part;
-  }
+  for (; d + 4 * LANES <= D; d += 4 * LANES)
+    add_weighted<4>(weights, x + d, sum + d, count, stride);
+  for (; d + LANES <= D; d += LANES) add_weighted<1>(weights, x + d, sum + d, count, stride);
   for (; d < D; ++d)
     for (int64_t s = 0; s < count; ++s) sum[d] += weights[s] * x[s * stride + d];
 }
 
-// A row's blocks: calls visit(s, count, block) for the `count` positions from s on. What the next
-// block has in its P rows of `width` floats is asked for meanwhile: it lies anywhere.
+// A row's positions, block by block: calls visit(s, count, rows) for the `count` of them from s on,
+// no more than all of its heads can go over while they are in the nearest cache. What comes next, in
+// rows of `width` floats, is asked for meanwhile: a block lies anywhere.
 template <typename Visit>
 void each_block(const float* cache, const int64_t* table, int64_t S, int64_t P, int64_t stride,
                 int64_t width, Visit visit) {
-  for (int64_t s = 0; s < S; s += P) {
-    if (s + P < S)
-      for (int64_t p = 0; p < std::min(P, S - s - P); ++p)
-        for (int64_t d = 0; d < width; d += LANES)
-          __builtin_prefetch(cache + (table[s / P + 1] * P + p) * stride + d);
-    visit(s, std::min(P, S - s), cache + table[s / P] * P * stride);
+  const auto rows = [&](int64_t s) { return cache + (table[s / P] * P + s % P) * stride; };
+  const int64_t most = std::min(P, NEAR);
+  for (int64_t s = 0, next; s < S; s = next) {
+    next = std::min(std::min(s + most, s - s % P + P), S);
+    for (int64_t p = next; p < std::min(next + most, S) && p / P == next / P; ++p)
+      for (int64_t d = 0; d < width; d += LANES)
+        __builtin_prefetch(rows(next) + (p - next) * stride + d);
+    visit(s, next - s, rows(s));
   }
 }
 
@@ -322,6 +343,26 @@ extern "C" void spindle_rms_norm(const float* x, float* residual, const float* w
   }
 }
 
+// x, out [T, E]; weight, bias [E]. Where there is a residual [T, E], as above.
+extern "C" void spindle_layer_norm(const float* x, float* residual, const float* weight,
+                                   const float* bias, float* out, int64_t T, int64_t E, float eps,
+                                   int threads) {
+#pragma omp parallel for num_threads(threads) if (T * E > ALONE)
+  for (int64_t t = 0; t < T; ++t) {
+    const float* row = x + t * E;
+    float* to = out + t * E;
+    if (residual != nullptr) {
+      float* sum = residual + t * E;
+      for (int64_t e = 0; e < E; ++e) sum[e] += row[e];
+      row = sum;
+    }
+    const float mean = sum_of(row, E) / E;
+    for (int64_t e = 0; e < E; ++e) to[e] = row[e] - mean;
+    const float scale = 1.0f / std::sqrt(dot(to, to, E) / E + eps);
+    for (int64_t e = 0; e < E; ++e) to[e] = to[e] * scale * weight[e] + bias[e];
+  }
+}
+
 namespace {
 
 // One row's heads [heads, D], `stride` floats apart, by the angles of cos, sin [D/2].
@@ -352,10 +393,29 @@ extern "C" void spindle_rope(float* q, float* k, const float* cos, const float* 
 
 namespace {
 
-// silu(g) u for 16 numbers: the exponential of -|g| cannot overflow.
-V gated(V g, V u) {
-  const V e = exp_of(g < 0 ? g : -g);
-  return g * ((g < 0 ? e : V{} + 1.0f) / (1.0f + e)) * u;
+// 1 / (1 + e^-x): the exponential of -|x| cannot overflow.
+V sigmoid(V x) {
+  const V e = exp_of(x < 0 ? x : -x);
+  return (x < 0 ? e : V{} + 1.0f) / (1.0f + e);
+}
+
+V silu(V x) { return x * sigmoid(x); }
+
+// x times the tanh form of the normal distribution function, as (1 + tanh z) / 2 = sigmoid(2 z).
+V gelu_tanh(V x) { return x * sigmoid(1.5957691216f * (x + 0.044715f * x * x * x)); }
+
+// to[n] = f(a[n], b[n]), sixteen at a time.
+template <typename F>
+void each(const float* a, const float* b, float* to, int64_t n, F f) {
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) at(to + i) = f(at(a + i), at(b + i));
+  if (i < n) {
+    V last[2] = {};
+    std::memcpy(&last[0], a + i, (n - i) * sizeof(float));
+    std::memcpy(&last[1], b + i, (n - i) * sizeof(float));
+    last[0] = f(last[0], last[1]);
+    std::memcpy(to + i, &last[0], (n - i) * sizeof(float));
+  }
 }
 
 }  // namespace
@@ -366,15 +426,16 @@ extern "C" void spindle_silu_mul(const float* gate_up, float* out, int64_t T, in
 #pragma omp parallel for num_threads(threads) if (T * F > ALONE)
   for (int64_t t = 0; t < T; ++t) {
     const float *gate = gate_up + t * 2 * F, *up = gate + F;
-    int64_t f = 0;
-    for (; f + LANES <= F; f += LANES) at(out + t * F + f) = gated(at(gate + f), at(up + f));
-    if (f < F) {
-      V last[2] = {};
-      std::memcpy(&last[0], gate + f, (F - f) * sizeof(float));
-      std::memcpy(&last[1], up + f, (F - f) * sizeof(float));
-      last[0] = gated(last[0], last[1]);
-      std::memcpy(out + t * F + f, &last[0], (F - f) * sizeof(float));
-    }
+    each(gate, up, out + t * F, F, [](V g, V u) { return silu(g) * u; });
+  }
+}
+
+// x, out [T, F].
+extern "C" void spindle_gelu_tanh(const float* x, float* out, int64_t T, int64_t F, int threads) {
+#pragma omp parallel for num_threads(threads) if (T * F > ALONE)
+  for (int64_t t = 0; t < T; ++t) {
+    const float* row = x + t * F;
+    each(row, row, out + t * F, F, [](V a, V) { return gelu_tanh(a); });
   }
 }
 
@@ -387,6 +448,27 @@ extern "C" int spindle_write_kv(float* cache, const int64_t* slots, const float*
   for (int64_t t = 0; t < T; ++t)
     std::memcpy(cache + slots[t] * width, rows + t * apart, width * sizeof(float));
   return 0;
+}
+
+// out[0] = the sum of x[n], read from end to end as a panel is: no op of a model, but the measure of
+// how fast they can be. (A plain sum does not ask ahead, and is a tenth slower.)
+extern "C" void spindle_read(const float* x, float* out, int64_t n, int threads) {
+  constexpr int64_t PART = 1 << 14;
+  float sum = 0;
+#pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : sum)
+  for (int64_t start = 0; start < n; start += PART) {
+    const int64_t end = std::min(n, start + PART);
+    V lanes[4] = {};
+    int64_t i = start;
+    for (; i + 4 * LANES <= end; i += 4 * LANES)
+      for (int lane = 0; lane < 4; ++lane) {
+        __builtin_prefetch(reinterpret_cast<const char*>(x + i + lane * LANES) + AHEAD);
+        lanes[lane] += at(x + i + lane * LANES);
+      }
+    sum += total(lanes[0] + lanes[1]) + total(lanes[2] + lanes[3]);
+    for (; i < end; ++i) sum += x[i];
+  }
+  out[0] = sum;
 }
 
 namespace {
@@ -432,10 +514,15 @@ struct Entry {
 };
 
 const Entry entries[] = {
-    {"linear", call<spindle_linear>},     {"int8_linear", call<spindle_int8_linear>},
-    {"rms_norm", call<spindle_rms_norm>}, {"paged_attend", call<spindle_paged_attend>},
-    {"rope", call<spindle_rope>},         {"silu_mul", call<spindle_silu_mul>},
+    {"linear", call<spindle_linear>},
+    {"int8_linear", call<spindle_int8_linear>},
+    {"rms_norm", call<spindle_rms_norm>},
+    {"layer_norm", call<spindle_layer_norm>},
+    {"rope", call<spindle_rope>},
+    {"silu_mul", call<spindle_silu_mul>},
+    {"gelu_tanh", call<spindle_gelu_tanh>},
     {"write_kv", call<spindle_write_kv>},
+    {"paged_attend", call<spindle_paged_attend>},
 };
 
 }  // namespace
