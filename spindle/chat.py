@@ -19,6 +19,7 @@ from typing import Any
 
 from spindle.chat_template import ChatTemplates
 from spindle.cli import INTERRUPTED, sampling_params, say, show_stream
+from spindle.decode import graphs
 from spindle.decode.engine import Engine
 from spindle.decode.params import SamplingParams
 from spindle.decode.text import TextStream, stream_text
@@ -99,7 +100,7 @@ def converse(args: argparse.Namespace) -> int:
     probe = {"role": "user", "content": "Hello"}  # a template or a system that it refuses
     tokenizer.encode_chat([*opening(args.system), probe])  # is refused before weights are read
     model = load_hf(directory, args.device, args.dtype, args.quantize)
-    engine = Engine(model, args.max_seq_len)
+    engine = graphs.enable_if_free(Engine(model, args.max_seq_len))
     conversation = Conversation(engine, tokenizer, params, args.system)
     if not sys.stdin.isatty():
         return at_a_pipe(conversation, piped_lines(), args.quiet)

@@ -296,7 +296,7 @@ def generate(args: argparse.Namespace) -> int:
         return together.generate(args, prompts, params)
     (prompt,) = prompts
 
-    from spindle import Engine, Tokenizer, load_hf
+    from spindle import Engine, Tokenizer, graphs, load_hf
     from spindle.decode.text import stream_texts
     from spindle.hub import resolve
 
@@ -304,7 +304,7 @@ def generate(args: argparse.Namespace) -> int:
     tokenizer = Tokenizer(directory)
     ids = tokenizer.encode(prompt)
     model = load_hf(directory, args.device, args.dtype, args.quantize)
-    engine = Engine(model, args.max_seq_len)
+    engine = graphs.enable_if_free(Engine(model, args.max_seq_len))
     shown: list[TextStream] = []
     try:
         for stream in stream_texts(engine, tokenizer, ids, params):

@@ -69,6 +69,11 @@ def enable(engine: Engine, record: Recorder | None = None) -> Engine:
     return engine
 
 
+def enable_if_free(engine: Engine) -> Engine:
+    """`enable` where it takes no memory ahead, on a CPU with native code; else change nothing."""
+    return enable(engine) if recorder_for(engine.model) is cpu_graph else engine
+
+
 def recorder_for(model: Model) -> Recorder | None:
     """What records steps of this model; None where nothing does (`why_none`)."""
     if model.device.type == "cuda":

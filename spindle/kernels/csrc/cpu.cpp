@@ -131,11 +131,21 @@ void multiply(const float* x, const W* panels, const float* scale, const float* 
     const float* add = bias != nullptr ? bias + n : zeros;
     const float* start = scale != nullptr ? zeros : add;
     for (int64_t k = 0; k < K; k += KB) {
+      const int64_t depth = std::min<int64_t>(KB, K - k);
+      const auto go_over = [&](const auto* block) {
+        for (int64_t t = 0; t < T; t += MR)
+          tile_of<MR>(static_cast<int>(std::min<int64_t>(MR, T - t)), x + t * K + k, block,
+                      y + t * N + n, K, N, depth, width, k == 0 ? start : nullptr);
+      };
       const W* block = panels + (p * K + k) * NR;
-      for (int64_t t = 0; t < T; t += MR)
-        tile_of<MR>(static_cast<int>(std::min<int64_t>(MR, T - t)), x + t * K + k, block,
-                    y + t * N + n, K, N, std::min<int64_t>(KB, K - k), width,
-                    k == 0 ? start : nullptr);
+      if (std::is_same_v<W, float> || T <= 2 * MR) {
+        go_over(block);
+      } else {  // once, not once for every MR rows
+        float wide[KB * NR];
+        for (int64_t i = 0; i < depth * NR; i += NR / 2)
+          widen(block + i, *reinterpret_cast<Half*>(wide + i));
+        go_over(static_cast<const float*>(wide));
+      }
     }
     if (scale != nullptr) rescale(y + n, scale + n, add, T, N, width);
   }
