@@ -28,6 +28,7 @@ EXTRAS = {  # module -> the extra that installs it, what it is for
     "matplotlib": ("notebooks", "the notebooks cannot draw"),
     "sphinx": ("book", "`make book` cannot build the book"),
 }
+NATIVE = {"native ops": "cpu", "native sampling": "sampling"}  # -> the source in csrc
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Check:
 
 def examine() -> list[Check]:
     """Look at everything; changes nothing, downloads nothing, takes as long as torch does."""
-    machine = [*interpreter(), *torch_and_device(), cpp_compiler(), native_ops(), nvcc()]
+    machine = [*interpreter(), *torch_and_device(), cpp_compiler(), *native_code(), nvcc()]
     return [*machine, cuda_kernels(), emulator(), *models(), *extras()]
 
 
@@ -52,7 +53,10 @@ def build_all() -> tuple[list[Check], bool]:
     """
     from spindle.kernels import build, emulate
 
-    made = [_built("native ops", partial(build.place, "cpu"), partial(build.built, "cpu"))]
+    made = [
+        _built(what, partial(build.place, name), partial(build.built, name))
+        for what, name in NATIVE.items()
+    ]
     for gpu in _gpus():
         parts = partial(build.cuda_place, gpu), partial(build.cuda_built, gpu)
         made.append(_built(_for_gpu(gpu), *parts))
@@ -160,15 +164,17 @@ def cpp_compiler() -> Check:
     return Check("c++ compiler", f"{path}, {_version(path, '')}")
 
 
-def native_ops() -> Check:
-    """The CPU ops in C++: built, or to be built by the first model that is loaded."""
+def native_code() -> Iterator[Check]:
+    """The libraries in C++ for a CPU: built, or to be built by the first step that needs them."""
     from spindle.kernels import build
 
-    try:
-        path = build.place("cpu")
-    except OSError as cause:
-        return Check("native ops", None, f"{cause}: decoding is slower on a CPU")
-    return Check("native ops", str(path) if path.exists() else "built when they are first needed")
+    for what, name in NATIVE.items():
+        try:
+            path = build.place(name)
+        except OSError as cause:
+            yield Check(what, None, f"{cause}: decoding is slower on a CPU")
+        else:
+            yield Check(what, str(path) if path.exists() else "built when first needed")
 
 
 def nvcc() -> Check:

@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import math
 import re
+from contextlib import AbstractContextManager
 from fractions import Fraction
 from unittest import mock
 
@@ -28,6 +29,7 @@ from spindle.decode.sampling import (
     uniform,
 )
 from spindle.errors import RequestError
+from spindle.kernels import native_sampling
 
 ALPHA = 1e-4
 LAST_U = 1 - 2.0**-53  # the largest float64 below 1
@@ -625,6 +627,11 @@ def drawn_from_all(
     return torch.where(largest.isfinite(), tokens, -1)
 
 
+def plain_torch() -> AbstractContextManager[object]:
+    """Within it nothing is sampled by native code."""
+    return mock.patch.object(native_sampling, "takes", lambda *_: False)
+
+
 @st.composite
 def hard_logits(draw_from: st.DrawFn, rows: int) -> torch.Tensor:
     """Logits [R, V]: flat and peaked, with ties, shares that are powers of two, -inf and NaN."""
@@ -652,7 +659,7 @@ def test_the_likeliest_tokens_give_what_all_tokens_give(data, batch, candidates)
     logits = data.draw(hard_logits(len(batch))).repeat_interleave(16, dim=0)
     rows = SamplingRows.of([p for p in batch for _ in range(16)])
     positions = torch.arange(16).repeat(len(batch))
-    with mock.patch.object(sampling, "CANDIDATES", candidates):
+    with plain_torch(), mock.patch.object(sampling, "CANDIDATES", candidates):
         tokens = sample(logits, rows, positions)
     assert torch.equal(tokens, drawn_from_all(logits, rows, positions))
 
@@ -680,9 +687,14 @@ def test_a_nucleus_of_what_a_large_top_k_left_is_no_share_of_all():
     assert torch.equal(tokens, drawn_from_all(logits, rows, positions))
 
 
+@pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_large_vocabulary_gives_the_same_tokens_from_its_likeliest(dtype, two_threads):
+def test_a_large_vocabulary_gives_the_same_tokens_from_its_likeliest(
+    dtype, native, two_threads, monkeypatch
+):
     """Some rows that 256 tokens settle, some that 4,096 do, some that nothing but all of V does."""
+    if not native:
+        monkeypatch.setattr(native_sampling, "takes", lambda *_: False)
     spreads = torch.tensor([6.0, 3.0, 2.0, 1.0, 0.0, 2.0, 0.0, 6.0])[:, None]
     logits = (random_logits(0, 20_000, rows=8) / 3 * spreads).to(dtype)
     params = [SamplingParams(seed=s, top_p=0.9) for s in range(6)]
@@ -698,7 +710,8 @@ def test_a_large_vocabulary_gives_the_same_tokens_from_its_likeliest(dtype, two_
 @pytest.mark.parametrize("params", [{"top_p": 0.9}, {"top_k": 50}, {"top_k": 50, "top_p": 0.5}])
 def test_a_number_that_no_sum_passes_finds_what_it_finds_among_all(params, monkeypatch):
     """A `uniform` that rounds to 1 is a fault, and is the same fault however tokens are found."""
-    monkeypatch.setattr(sampling, "uniform", lambda seed, *args: torch.ones(len(seed)).double())
+    for module in (sampling, native_sampling):
+        monkeypatch.setattr(module, "uniform", lambda seed, *args: torch.ones(len(seed)).double())
     logits = random_logits(0, 5000, rows=3)
     rows, positions = solo(SamplingParams(seed=1, **params), 3), torch.arange(3)
     assert sample(logits, rows, positions).tolist() == [0, 0, 0]
@@ -706,6 +719,7 @@ def test_a_number_that_no_sum_passes_finds_what_it_finds_among_all(params, monke
 
 @pytest.mark.parametrize("params", [{"top_p": 0.9}, {"top_k": 50}, {"top_k": 50, "top_p": 0.5}])
 def test_a_usual_row_does_without_a_sort_of_all_tokens(params, monkeypatch):
+    monkeypatch.setattr(native_sampling, "takes", lambda *_: False)
     logits = random_logits(0, 5000, rows=3, dtype=torch.float32)  # 240 to 350 tokens hold 0.9
     rows, positions = solo(SamplingParams(seed=1, **params), 3), torch.arange(3)
     expected = drawn_from_all(logits, rows, positions)

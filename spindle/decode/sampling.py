@@ -26,9 +26,11 @@ from torch import Tensor
 
 from spindle.decode.params import SamplingParams
 from spindle.decode.penalties import MinTokens, Penalties, Prefix
+from spindle.kernels import native_sampling
 
 SAMPLE = 0  # the purpose of the draw that picks the next token
 CANDIDATES = 256  # likeliest tokens of a row that are looked at first; then 16 times as many
+ALL = torch.iinfo(torch.int64).max  # the top_k of a row that keeps all
 EPS64 = torch.finfo(torch.float64).eps
 
 
@@ -66,8 +68,10 @@ class SamplingRows:
         What stands before each row's token, the model's EOS ids and the number of its logits are
         needed where a row has penalties or min_tokens.
         """
-        columns = {f.name: [getattr(p, f.name) for p in params] for f in fields(SamplingParams)}
-        top_k = [k if k > 0 else torch.iinfo(torch.int64).max for k in columns["top_k"]]
+
+        def column(field: str) -> list[Any]:
+            return [getattr(p, field) for p in params]
+
         min_tokens = penalties = None
         if any(p.min_tokens and p.end_ids(eos_ids) for p in params):
             assert prefixes is not None and vocab_size, "min_tokens: what have the rows so far?"
@@ -75,13 +79,19 @@ class SamplingRows:
         if any(p.penalises for p in params):
             assert prefixes is not None and vocab_size, "penalties: what have the rows so far?"
             penalties = Penalties.of(params, prefixes, vocab_size, device)
+        reals = [column("temperature"), column("top_p"), column("min_p")]
+        top_k = [k if k > 0 else ALL for k in column("top_k")]
+        wholes = [top_k, column("seed"), list(samples or [0] * len(params))]
+        # Two ways to the device, not six.
+        temperature, top_p, min_p = torch.tensor(reals, dtype=torch.float32, device=device)
+        ranks, seed, sample = torch.tensor(wholes, dtype=torch.int64, device=device)
         return SamplingRows(
-            temperature=torch.tensor(columns["temperature"], dtype=torch.float32, device=device),
-            top_k=torch.tensor(top_k, device=device),
-            top_p=torch.tensor(columns["top_p"], dtype=torch.float32, device=device),
-            min_p=torch.tensor(columns["min_p"], dtype=torch.float32, device=device),
-            seed=torch.tensor(columns["seed"], device=device),
-            sample=torch.tensor(samples or [0] * len(params), device=device),
+            temperature=temperature,
+            top_k=ranks,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            sample=sample,
             filtered=any(p.temperature > 0 and (p.top_k > 0 or p.top_p < 1) for p in params),
             greedy=all(p.temperature == 0 for p in params),
             min_tokens=min_tokens,
@@ -132,7 +142,7 @@ class SamplingRows:
         """The rows `which` [n] of those whose logits have been adjusted; reads their values."""
         names = ("temperature", "top_k", "top_p", "min_p", "seed", "sample")
         columns = {name: getattr(self, name)[which] for name in names}
-        cuts = (columns["top_p"] < 1) | (columns["top_k"] < torch.iinfo(torch.int64).max)
+        cuts = (columns["top_p"] < 1) | (columns["top_k"] < ALL)
         return replace(self, **columns, filtered=bool(cuts.any()), min_tokens=None, penalties=None)
 
 
@@ -149,6 +159,8 @@ def sample(logits: Tensor, rows: SamplingRows, position: Tensor) -> Tensor:
     maxima.
     """
     adjusted = adjust(logits, rows)
+    if _is_native(adjusted, logits, rows):
+        return _sample_natively(adjusted, logits, rows, position)
     largest, tokens = adjusted.max(dim=-1)  # [R] each; a NaN is the largest
     sound = largest.isfinite()
     if adjusted is not logits:
@@ -157,6 +169,42 @@ def sample(logits: Tensor, rows: SamplingRows, position: Tensor) -> Tensor:
         drawn = _drawn(adjusted, rows, draw(rows, position), CANDIDATES)
         tokens = torch.where(rows.temperature == 0, tokens, drawn)
     return torch.where(sound, tokens, -1)
+
+
+def _is_native(adjusted: Tensor, logits: Tensor, rows: SamplingRows) -> bool:
+    """Whether native code is for these rows: float32 on a CPU, in a step that nothing records."""
+    both = adjusted.dtype == logits.dtype == torch.float32
+    return both and not rows.fixed_shapes and native_sampling.takes(adjusted)
+
+
+def _sample_natively(
+    adjusted: Tensor, logits: Tensor, rows: SamplingRows, position: Tensor
+) -> Tensor:
+    """`sample` in native code."""
+    if rows.greedy:
+        return native_sampling.greedy(adjusted, logits)
+    u = native_sampling.uniform(rows.seed, rows.sample, position, SAMPLE)
+    return _drawn_natively(adjusted, logits, rows, u)
+
+
+def _drawn_natively(
+    adjusted: Tensor, logits: Tensor, rows: SamplingRows, u: Tensor, p: Tensor | None = None
+) -> Tensor:
+    """The tokens at u [R], those of rows that another rounding might decide by a longer way.
+
+    Native exponentials are rounded in their own way. What they leave open is decided with torch's,
+    p [R, V]; and what is open then, as the order of a sum decides it, in torch alone.
+    """
+    columns = rows.temperature, rows.top_k, rows.top_p, rows.min_p
+    tokens, left_over = native_sampling.sample(adjusted, logits, *columns, u, p)
+    if left_over:
+        rest = (tokens == native_sampling.UNSETTLED).nonzero().squeeze(1)
+        few, rows, u = adjusted[rest], rows.at(rest), u[rest]
+        if p is None:
+            tokens[rest] = _drawn_natively(few, few, rows, u, _weighed(_scaled(few, rows), rows))
+        else:
+            tokens[rest] = _drawn(few, rows, u, CANDIDATES)
+    return tokens
 
 
 def probabilities(logits: Tensor, rows: SamplingRows) -> Tensor:
@@ -211,15 +259,16 @@ def _drawn_of_likeliest(
     nucleus is a share of if top-k left them all, is added in another order. So there no share may
     be as near to top_p as two orders can be apart (V eps / 2 each; Higham 2002, section 4.2).
     """
-    p = _weighed(logits, rows)  # [R, V]
+    x = _scaled(logits, rows)
+    p = _weighed(x, rows)  # [R, V]
     V, top_k, top_p = p.shape[-1], rows.top_k[:, None], rows.top_p[:, None]
-    ids = p.topk(C, dim=-1).indices.sort(dim=-1).values  # [R, C], rising
-    likeliest = p.gather(1, ids)
-    whole = p.sum(dim=-1, keepdim=True, dtype=torch.float64)
-    sorted_p, order, before = _ranked(likeliest, rows, whole.where(top_k >= V, torch.nan))
+    ids = x.topk(C, dim=-1).indices.sort(dim=-1).values  # [R, C], rising
+    x, whole = x.gather(1, ids), p.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    whole = whole.where(top_k >= V, torch.nan)
+    sorted_p, order, before = _ranked(x, p.gather(1, ids), rows, whole)
     kept = sorted_p.where(_in_nucleus(before, rows), 0.0)
     at = inverse_cdf(_normalised(torch.zeros_like(kept).scatter_(1, order, kept)), u)
-    inside = (kept == 0) | (kept > likeliest.amin(dim=-1, keepdim=True))
+    inside = (kept == 0) | (x.gather(1, order) > x.amin(dim=-1, keepdim=True))
     clear = (sorted_p == 0) | ((before - top_p).abs() > 2 * V * EPS64)
     settled = (inside & (clear | (top_k <= C))).all(dim=-1) & (u < 1)  # 1 finds none of them
     return ids.gather(1, at[:, None]).squeeze(1), settled
@@ -230,35 +279,40 @@ def _filtered(logits: Tensor, rows: SamplingRows) -> Tensor:
 
     A greedy row is taken for one of temperature 1.
     """
-    p = _weighed(logits, rows)
+    x = _scaled(logits, rows)
+    p = _weighed(x, rows)
     if rows.filtered:
-        sorted_p, order, before = _ranked(p, rows)
+        sorted_p, order, before = _ranked(x, p, rows)
         kept = sorted_p.where(_in_nucleus(before, rows), 0.0)
         p = torch.zeros_like(p).scatter_(1, order, kept)
     return _normalised(p)
 
 
-def _weighed(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Adjusted logits [R, V] -> what temperature and min-p leave of them, unnormalised [R, V]."""
+def _scaled(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """Adjusted logits [R, V] -> what temperature makes of them; the largest of a row is 0."""
     logits = _at_least_float32(logits)
     # Largest first becomes 0, so that no temperature, however small, can overflow.
     shifted = logits - logits.amax(dim=-1, keepdim=True)
-    scaled = shifted / rows.temperature.where(rows.temperature > 0, 1.0)[:, None]  # [R, V]
-    p = scaled.softmax(dim=-1)
-    return p.where(p >= rows.min_p[:, None] * p.amax(dim=-1, keepdim=True), 0.0)
+    return shifted / rows.temperature.where(rows.temperature > 0, 1.0)[:, None]
+
+
+def _weighed(x: Tensor, rows: SamplingRows) -> Tensor:
+    """Scaled logits [R, V] -> their weights [R, V], 1 for the likeliest, 0 where min-p cuts."""
+    p = x.exp()
+    return p.where(p >= rows.min_p[:, None], 0.0)
 
 
 def _ranked(
-    p: Tensor, rows: SamplingRows, whole: Tensor | None = None
+    x: Tensor, p: Tensor, rows: SamplingRows, whole: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """p [R, V] by rank, 0 beyond top-k; the ids in that order; which share the likelier ones hold.
 
-    The sort is stable, so of equal tokens the lower id is likelier. `whole` [R, 1]: the mass of
-    what top-k left, where that is more than p.
+    Scaled logits x [R, V] decide the rank, and the sort is stable: of equal tokens the lower id is
+    likelier. `whole` [R, 1]: the mass of what top-k left, where that is more than p.
     """
-    sorted_p, order = p.sort(dim=-1, descending=True, stable=True)
+    order = x.sort(dim=-1, descending=True, stable=True).indices
     rank = torch.arange(p.shape[-1], device=p.device)
-    sorted_p = sorted_p.where(rank < rows.top_k[:, None], 0.0)
+    sorted_p = p.gather(1, order).where(rank < rows.top_k[:, None], 0.0)
     mass = sorted_p.double().cumsum(dim=-1)
     total = mass[:, -1:]
     if whole is not None:

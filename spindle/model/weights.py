@@ -21,7 +21,7 @@ from torch import Tensor
 
 from spindle.config import ModelConfig, read_json
 from spindle.errors import CheckpointError, RequestError, shown
-from spindle.kernels import Weight, pack
+from spindle.kernels import Weight, native_sampling, pack
 from spindle.model.gpt2 import GPT2
 from spindle.model.layers import Model, Source
 from spindle.model.llama import Llama
@@ -67,6 +67,8 @@ def load(
     family = FAMILIES[config.model_type]
     checkpoint = Checkpoint(directory, config, family.prefix, family.buffers)
     checkpoint.check(wishes(config))
+    if device.type == "cpu" and dtype == torch.float32:
+        native_sampling.available()  # compiled now, if it must be, and not at the first token
     return family(config, checkpoint.reader(dtype, device, quantize))
 
 
