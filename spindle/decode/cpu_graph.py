@@ -65,7 +65,7 @@ class CpuGraph(Recording):
                 self._parts.extend(_Torch(self._calls[n]) for n in numbers)
         used = {key: home for its in self._noted.values() for key, home in its.storages.items()}
         self._held = [buffer, *(home for key, home in used.items() if key not in private)]
-        self._calls, self._noted = [], {}
+        self._calls, self._noted, self.ops = [], {}, []
         self.forget()
 
     def _run(self, func: OpOverload, args: tuple, kwargs: dict) -> Any:
