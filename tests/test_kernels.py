@@ -1,8 +1,11 @@
 """Each op against its definition, written another way; packed linear against plain, in bits."""
 
+import ctypes
 import math
 import os
+import platform
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -528,6 +531,156 @@ def test_what_native_code_would_read_wrongly_is_left_to_the_twin():
     assert torch.equal(apart[0], right[0]) and torch.equal(apart[1], right[1])
 
 
+# --- attention over long contexts, in parts ------------------------------------------------------
+
+EDGES = [0, 1, 16, 127, 128, 129, 256, 257, 511, 512, 513, 1024, 1025]  # a part has 128 positions
+HEADS = [(9, 3, 64), (5, 1, 20), (4, 4, 7), (2, 2, 300)]  # H, Hk, D
+Paged = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def long_rows(lengths: list[int], heads: tuple[int, int, int], C: int = 1) -> list[Tensor]:
+    """q [R * C, H, D]; keys, values [R, S, Hk, D], NaN beyond each length."""
+    (H, Hk, D), S = heads, max(lengths)
+    q = 2 * random(len(lengths) * C, H, D, dtype=torch.float32)
+    caches = [random(len(lengths), S, Hk, D, seed=n, dtype=torch.float32) for n in (1, 2)]
+    for cache in caches:
+        for row, length in zip(cache, lengths, strict=True):
+            row[length:] = torch.nan
+    return [q, *caches]
+
+
+def in_blocks(keys: Tensor, values: Tensor, lengths: list[int], P: int) -> Paged:
+    """keys, values [N, P, Hk, D] in blocks that lie anywhere, tables [R, B], lengths [R].
+
+    NaN where nothing belongs; a table's entries beyond its row are no block's.
+    """
+    R, S, Hk, D = keys.shape
+    B = -(-S // P)
+    tables = torch.randperm(R * B, generator=torch.Generator().manual_seed(P)).view(R, B)
+    pools = []
+    for cache in (keys, values):
+        pool = torch.full((R * B, P, Hk, D), torch.nan, dtype=cache.dtype)
+        filled = torch.nn.functional.pad(cache, (0, 0, 0, 0, 0, B * P - S), value=torch.nan)
+        pool[tables] = filled.view(R, B, P, Hk, D)
+        pools.append(pool)
+    n = torch.tensor(lengths)
+    tables = tables.masked_fill(torch.arange(B) * P >= n[:, None], 2**40)
+    return pools[0], pools[1], tables, n
+
+
+@needs_native
+@pytest.mark.parametrize("heads", HEADS)
+def test_a_long_context_is_the_twin_within_rounding(heads):
+    """The mean of the parts' means, each with the weight of all that went into it."""
+    q, keys, values = long_rows(EDGES, heads)
+    scale = heads[2] ** -0.5
+    ours = kernels.paged_attend(q, *in_blocks(keys, values, EDGES, 16), scale)
+    k, v, tables, n = in_blocks(keys.double(), values.double(), EDGES, 16)
+    exact = twins.paged_attend(q.double(), k.double(), v.double(), tables, n, scale)
+    assert (ours[0] == 0).all()  # the row of length 0
+    assert (ours - exact).abs().max() < 5e-6
+
+
+@needs_native
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("heads", HEADS)
+def test_a_querys_bits_depend_on_its_own_keys_alone(heads, threads):
+    """B29: not on the rows beside it, on threads, on the block size, on where blocks lie."""
+    q, keys, values = long_rows(EDGES, heads)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = []
+        for r, length in enumerate(EDGES):
+            row = slice(r, r + 1)
+            k, v = keys[row, : max(length, 1)], values[row, : max(length, 1)]
+            alone.append(
+                kernels.paged_attend(
+                    q[row], k, v, torch.zeros(1, 1).long(), torch.tensor([length]), 0.125
+                )
+            )
+        torch.set_num_threads(threads)
+        for P in (1, 3, 16, 128, max(EDGES)):
+            together = kernels.paged_attend(q, *in_blocks(keys, values, EDGES, P), 0.125)
+            assert torch.equal(together, torch.cat(alone)), P
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_native
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("C", [2, 5])
+def test_the_last_queries_of_a_row_have_the_bits_of_one_query_each(C, threads):
+    """Those that see a part more than others of their row, too; none sees a later key."""
+    q, keys, values = long_rows(EDGES, (6, 2, 64), C)
+    k, v, tables, n = in_blocks(keys, values, EDGES, 16)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        together = kernels.paged_attend(q, k, v, tables, n, 0.125)
+        seen = (n[:, None] + torch.arange(1 - C, 1)).flatten()
+        alone = kernels.paged_attend(q, k, v, tables.repeat_interleave(C, 0), seen, 0.125)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(together, alone)
+    assert (together[seen < 1] == 0).all()
+    assert not together.isnan().any()
+
+
+def attend_to(scores: Tensor, values: Tensor) -> Tensor:
+    """What one query with these scores [S] makes of values [S], by the op and by its twin."""
+    keys = torch.zeros(1, len(scores), 1, 16)
+    keys[0, :, 0, 0] = scores
+    q = torch.zeros(1, 1, 16)
+    q[..., 0] = 1
+    v = values[None, :, None, None].expand(1, len(scores), 1, 16).contiguous()
+    rest = torch.zeros(1, 1, dtype=torch.int64), torch.tensor([len(scores)]), 1.0
+    forms = kernels.paged_attend, twins.paged_attend
+    results = [form(q, keys, v, *rest)[0, 0] for form in forms]
+    assert all((x == x[0]).all() or x.isnan().all() for x in results)
+    return torch.stack([x[0] for x in results])
+
+
+@needs_native
+@pytest.mark.parametrize("S", [1, 100, 128, 129, 300])
+def test_parts_whose_scores_are_minus_infinity_weigh_nothing(S):
+    """The first, the middle, the last; if all are, there is no mean, as in the twin."""
+    values = torch.linspace(1, 2, S)
+    for hidden in (slice(0, 128), slice(128, 256), slice(256, 300), slice(0, 256)):
+        scores = torch.zeros(S)
+        scores[hidden] = -torch.inf
+        if scores.isinf().all():
+            assert attend_to(scores, values).isnan().all()
+        else:
+            ours, right = attend_to(scores, values)
+            assert abs(ours - right) < 1e-6
+    assert attend_to(torch.full((S,), -torch.inf), values).isnan().all()
+
+
+@needs_native
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+@pytest.mark.parametrize("at", [0, 127, 128, 299])
+def test_a_score_that_is_no_number_breaks_the_whole_row_as_in_the_twin(broken, at):
+    """B69: in any part; the others' scores may be -inf."""
+    for others in (0.0, -torch.inf):
+        scores = torch.full((300,), others)
+        scores[at] = broken
+        assert attend_to(scores, torch.ones(300)).isnan().all()
+
+
+@needs_native
+@pytest.mark.parametrize("largest", [0, 127, 128, 299])
+def test_the_merge_holds_at_any_spread_of_scores_and_for_large_values(largest):
+    """A part far below another weighs nothing, even with values of 3e38; none overflows."""
+    scores = torch.full((300,), -1000.0)
+    scores[largest] = 1000.0
+    values = torch.full((300,), 3e38)
+    values[largest] = 5.0
+    assert attend_to(scores, values).tolist() == [5.0, 5.0]
+    ours, _ = attend_to(torch.zeros(300), torch.full((300,), 3e38))
+    assert abs(ours / 3e38 - 1) < 1e-5
+
+
 # --- the build -----------------------------------------------------------------------------------
 
 
@@ -624,3 +777,42 @@ def test_the_native_forms_share_the_threads_of_torch():
         "print(len({m for m in maps if m.startswith('/') and 'omp' in m.rpartition('/')[2]}))"
     )
     assert in_a_process(program) == ["1"]
+
+
+# --- on other processors -------------------------------------------------------------------------
+
+X86 = platform.machine().lower() in ("x86_64", "amd64") and sys.platform == "linux"
+needs_gcc = pytest.mark.skipif(not X86 or shutil.which("g++") is None, reason="no g++ on an x86")
+
+
+@needs_gcc
+@pytest.mark.parametrize("level", ["x86-64-v2", "haswell"])
+def test_products_of_other_processors_are_the_twins(level, tmp_path):
+    """Whoever has fewer or narrower registers gets the same sums, by other instructions."""
+    if level == "haswell" and "avx2" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("no AVX2 here")
+    made = tmp_path / "made.so"
+    flags = [flag for flag in build.FLAGS if not flag.startswith("-march")]
+    file = build.SOURCES / "cpu.cpp"
+    command = ["g++", *flags, f"-march={level}", "-shared", str(file), "-o", str(made)]
+    subprocess.run(command, check=True, capture_output=True)
+    lib, N, K = ctypes.CDLL(str(made)), 70, 600
+    weight, bias = random(N, K, dtype=torch.float32), random(N, dtype=torch.float32)
+    integers, scale = twins.quantize(weight)
+    for T in (1, 2, 5, 13, 40):
+        x = random(T, K, seed=T, dtype=torch.float32)
+        for w, scales in ((weight, None), (integers, scale)):
+            panels, y = w.new_empty(-(-N // 32), K, 32), torch.empty(T, N)
+            pack = lib.spindle_pack if scales is None else lib.spindle_int8_pack
+            sizes = [ctypes.c_int64(n) for n in (T, K, N)]
+            given = [x, panels, *([] if scales is None else [scales]), bias, y]
+            pack(*pointers(w, panels), ctypes.c_int64(N), ctypes.c_int64(K), 1)
+            multiply = lib.spindle_linear if scales is None else lib.spindle_int8_linear
+            multiply(*pointers(*given), *sizes, 1)
+            exact = w.double() if scales is None else w.double() * scales[:, None].double()
+            bound = (K + 4) * EPS32 * (x.abs().double() @ exact.abs().t() + bias.abs())
+            assert ((y - (x.double() @ exact.t() + bias)).abs() <= bound).all()
+
+
+def pointers(*tensors: Tensor) -> list[ctypes.c_void_p]:
+    return [ctypes.c_void_p(x.data_ptr()) for x in tensors]

@@ -87,8 +87,9 @@ def place(name: str) -> Path:
     command = compiler()
     if command is None:
         raise OSError(no_compiler())
-    source = (SOURCES / f"{name}.cpp").read_bytes()
-    parts = [source, " ".join(FLAGS).encode(), version(command), _processor(), _openmp().encode()]
+    files = [SOURCES / f"{name}.cpp", *sorted(SOURCES.glob("*.h"))]
+    parts = [*(file.read_bytes() for file in files), " ".join(FLAGS).encode(), version(command)]
+    parts += [_processor(), _openmp().encode()]
     return _place(name, parts)
 
 

@@ -14,10 +14,15 @@
 // widened to floats, exactly, as they are read: a quarter of the bytes, the same sums in the same
 // order, and at the end one product with the scale.
 //
-// paged_attend: a query over the keys that it sees, block by block of its row's table. Scores,
-// softmax and the weighted sum are taken in an order that the number of keys alone decides, so a
-// query's result depends on nothing beside it. Keys and values are read where they lie, a block from
-// end to end, and come out of memory once for all the query heads that share them.
+// paged_attend: a query over the keys that it sees, which lie in the blocks of its row's table.
+// They are divided into parts of 128 positions. Each part is a task, with a result of its own: the
+// weighted mean of the values, and the logarithm of the sum of the exponentials that went into it
+// (lse). A mean of all is a mean of such means, each with weight exp(lse): that is the merge (Dao
+// et al. 2023, flash decoding). Scores, softmax and weighted sum of a part are taken in an order
+// that the number of keys alone decides, and so are the parts: a query's result depends on nothing
+// beside it, on no number of threads, and not on where its keys lie. Keys and values come out of
+// memory once for all the query heads that share them, 16 positions while the next 16 are on their
+// way.
 //
 // The other ops do little work, in torch by many small passes over the same row: here it is one.
 // Each row is by itself, so its bits do not depend on the rows beside it either.
@@ -29,6 +34,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
+#include <memory>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -37,6 +44,8 @@
 #include <immintrin.h>
 #endif
 
+#include "simd.h"
+
 namespace {
 
 constexpr int NR = 32;    // outputs in a panel
@@ -44,31 +53,25 @@ constexpr int KB = 512;   // inputs in a block: 64 kB of panel
 constexpr int AHEAD = 8192;  // bytes of panel that are asked for before they are needed
 #ifdef __AVX512F__
 constexpr int MR = 12;    // rows at a time: 24 of 32 registers hold sums
+#elif defined(__AVX2__) || defined(__aarch64__)
+constexpr int MR = 3;     // 12 of 16 registers of half the width, or 24 of 32 of a quarter of it
 #else
-constexpr int MR = 3;     // 12 of 16 registers of half the width
+constexpr int MR = 1;     // 8 of 16 registers of a quarter of it
 #endif
 
-typedef float Half __attribute__((vector_size(NR / 2 * sizeof(float)), aligned(sizeof(float))));
+// So many of a panel's weights as floats.
+inline void widen(const float* w, V& out) { out = at(w); }
 
-// Half a row of a panel as floats.
-inline void widen(const float* w, Half& out) { out = *reinterpret_cast<const Half*>(w); }
-
-inline void widen(const int8_t* w, Half& out) {
+inline void widen(const int8_t* w, V& out) {
 #if defined(__AVX512F__)  // what gcc does not make of the portable form below
-  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(w));
-  out = (Half)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+  out = (V)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)w)));
 #elif defined(__AVX2__)
-  for (int half = 0; half < 2; ++half) {
-    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(w + 8 * half));
-    const __m256 floats = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
-    std::memcpy(reinterpret_cast<char*>(&out) + half * sizeof floats, &floats, sizeof floats);
-  }
+  out = (V)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)w)));
 #else
-  typedef int8_t Bytes __attribute__((vector_size(NR / 2), aligned(1)));
-  typedef int16_t Shorts __attribute__((vector_size(NR)));
-  typedef int32_t Ints __attribute__((vector_size(2 * NR)));
+  typedef int8_t Bytes __attribute__((vector_size(LANES), aligned(1)));
+  typedef int16_t Shorts __attribute__((vector_size(2 * LANES)));
   const Shorts shorts = __builtin_convertvector(*reinterpret_cast<const Bytes*>(w), Shorts);
-  out = __builtin_convertvector(__builtin_convertvector(shorts, Ints), Half);
+  out = __builtin_convertvector(__builtin_convertvector(shorts, I), V);
 #endif
 }
 
@@ -76,19 +79,17 @@ inline void widen(const int8_t* w, Half& out) {
 template <int R, typename W>
 void tile(const float* x, const W* panel, float* y, int64_t K, int64_t N, int64_t depth, int width,
           const float* bias) {
-  Half sum[R][2] = {};
+  constexpr int VECTORS = NR / LANES;
+  V sum[R][VECTORS] = {};
   for (int64_t k = 0; k < depth; ++k) {
-    const W* at = panel + k * NR;
-    const char* ahead = reinterpret_cast<const char*>(at) + AHEAD;
+    const W* row = panel + k * NR;
+    const char* ahead = reinterpret_cast<const char*>(row) + AHEAD;
     for (size_t line = 0; line < NR * sizeof(W); line += 64)
       __builtin_prefetch(ahead + line);  // past the end it does nothing
-    Half w[2];
-    widen(at, w[0]);
-    widen(at + NR / 2, w[1]);
-    for (int r = 0; r < R; ++r) {
-      sum[r][0] += x[r * K + k] * w[0];
-      sum[r][1] += x[r * K + k] * w[1];
-    }
+    V w[VECTORS];
+    for (int v = 0; v < VECTORS; ++v) widen(row + v * LANES, w[v]);
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < VECTORS; ++v) sum[r][v] += x[r * K + k] * w[v];
   }
   for (int r = 0; r < R; ++r) {
     float out[NR];
@@ -142,8 +143,7 @@ void multiply(const float* x, const W* panels, const float* scale, const float* 
         go_over(block);
       } else {  // once, not once for every MR rows
         float wide[KB * NR];
-        for (int64_t i = 0; i < depth * NR; i += NR / 2)
-          widen(block + i, *reinterpret_cast<Half*>(wide + i));
+        for (int64_t i = 0; i < depth * NR; i += LANES) widen(block + i, at(wide + i));
         go_over(static_cast<const float*>(wide));
       }
     }
@@ -186,27 +186,7 @@ extern "C" void spindle_int8_pack(const int8_t* w, int8_t* panels, int64_t N, in
 
 namespace {
 
-constexpr int LANES = 16;
-constexpr int64_t NEAR = 32;  // positions of a sequence that attention takes at a time
 constexpr int64_t ALONE = 1 << 15;  // numbers that one thread has done before a second is awake
-typedef float V __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float))));
-typedef int32_t I __attribute__((vector_size(LANES * sizeof(int32_t))));
-
-const V& at(const float* x) { return *reinterpret_cast<const V*>(x); }
-V& at(float* x) { return *reinterpret_cast<V*>(x); }
-
-// The sum of all lanes, half onto half: no lane waits for the one before.
-float total(V lanes) {
-  typedef float V8 __attribute__((vector_size(8 * sizeof(float))));
-  typedef float V4 __attribute__((vector_size(4 * sizeof(float))));
-  V8 eights[2];
-  std::memcpy(eights, &lanes, sizeof eights);
-  const V8 eight = eights[0] + eights[1];
-  V4 fours[2];
-  std::memcpy(fours, &eight, sizeof fours);
-  const V4 four = fours[0] + fours[1];
-  return (four[0] + four[2]) + (four[1] + four[3]);
-}
 
 float sum_of(const float* x, int64_t n) {
   V sum = {};
@@ -226,78 +206,244 @@ float dot(const float* a, const float* b, int64_t n) {
   return result;
 }
 
-// e^x for x <= 0: 2^n times a polynomial on [-ln2/2, ln2/2]; relative error below 2e-7 (the
-// coefficients are those of Cephes' expf, Moshier 1992). 0 where float32 has no normal number.
-V exp_of(V x) {
-  const V low = V{} - 87.33654f, shifter = V{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds
-  const V y = x < low ? low : x;
-  const V n = (y * 1.44269504f + shifter) - shifter;
-  const V r = (y - n * 0.693359375f) + n * 2.12194440e-4f;
-  V p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  const I exponent = (__builtin_convertvector(n, I) + 127) << 23;
-  V power;
-  std::memcpy(&power, &exponent, sizeof power);
-  return x < low ? V{} : p * power;
-}
-
-// scores [room], a multiple of 16 and filled up with -inf -> their softmax.
-void softmax(float* scores, int64_t room) {
+// scores [room], a multiple of 16 and filled up with -inf -> their softmax. Returns the logarithm
+// of the sum of their exponentials. If all are -inf, that is -inf too, and the softmax NaN.
+float softmax(float* scores, int64_t room) {
   V peaks = at(scores), sums = {};
   for (int64_t s = LANES; s < room; s += LANES)
     peaks = at(scores + s) > peaks ? at(scores + s) : peaks;
   float lanes[LANES];
   std::memcpy(lanes, &peaks, sizeof lanes);
-  const float peak = *std::max_element(lanes, lanes + LANES);
+  const float lowest = std::numeric_limits<float>::lowest();  // -inf minus -inf would be NaN
+  const float peak = std::max(*std::max_element(lanes, lanes + LANES), lowest);
   for (int64_t s = 0; s < room; s += LANES) {
     at(scores + s) = exp_of(at(scores + s) - peak);
     sums += at(scores + s);
   }
-  const float sum = total(sums);
-  for (int64_t s = 0; s < room; s += LANES) at(scores + s) /= sum;
+  const float sum = total(sums), inverse = 1.0f / sum;
+  for (int64_t s = 0; s < room; s += LANES) at(scores + s) *= inverse;
+  return peak + std::log(sum);
 }
 
-// The same for W vectors of it, from sum and x on: W sums that do not wait for one another.
-template <int W>
-void add_weighted(const float* weights, const float* x, float* sum, int64_t count, int64_t stride) {
-  V parts[W];
-  std::memcpy(parts, sum, sizeof parts);
-  for (int64_t s = 0; s < count; ++s)
-    for (int w = 0; w < W; ++w) parts[w] += weights[s] * at(x + s * stride + w * LANES);
-  std::memcpy(sum, parts, sizeof parts);
+constexpr int64_t TILE = 16;    // positions of a sequence at a time: those ahead are asked for
+constexpr int64_t PART = 128;   // positions in a task, a multiple of that
+constexpr int64_t REACH = 256;  // floats of a position that a task reads, unless a head has more
+constexpr int HEADS = 4;        // query heads at a time, with sums in registers
+typedef float Four __attribute__((vector_size(4 * sizeof(float)), aligned(sizeof(float))));
+constexpr auto lanes = std::make_integer_sequence<int, LANES>{};
+
+// Lane i of a sum of pairs adds up this lane of a and b side by side, and the next.
+constexpr int pick(int i) { return i / 4 * 4 + i % 2 * 2 + i % 4 / 2 * LANES; }
+
+// In each four lanes: a's two sums of neighbours, then b's.
+template <int... i>
+V pairs(V a, V b, std::integer_sequence<int, i...>) {
+#ifdef __clang__
+  return __builtin_shufflevector(a, b, pick(i)...) + __builtin_shufflevector(a, b, pick(i) + 1 ...);
+#else
+  const I even = {pick(i)...}, odd = {pick(i) + 1 ...};
+  return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, odd);
+#endif
 }
 
-// sum [D] += weights [count] times x [count, D], the rows of x being `stride` floats apart.
-void add_weighted(const float* weights, const float* x, float* sum, int64_t count, int64_t stride,
-                  int64_t D) {
-  int64_t d = 0;
-  for (; d + 4 * LANES <= D; d += 4 * LANES)
-    add_weighted<4>(weights, x + d, sum + d, count, stride);
-  for (; d + LANES <= D; d += LANES) add_weighted<1>(weights, x + d, sum + d, count, stride);
-  for (; d < D; ++d)
-    for (int64_t s = 0; s < count; ++s) sum[d] += weights[s] * x[s * stride + d];
+// The sum of the lanes of each: one tree for four vectors.
+Four totals(V a, V b, V c, V d) {
+  const V sums = pairs(pairs(a, b, lanes), pairs(c, d, lanes), lanes);
+  Four fours[LANES / 4];
+  std::memcpy(fours, &sums, sizeof fours);
+  for (int n = LANES / 8; n > 0; n /= 2)
+    for (int i = 0; i < n; ++i) fours[i] += fours[i + n];
+  return fours[0];
 }
 
-// A row's positions, block by block: calls visit(s, count, rows) for the `count` of them from s on,
-// no more than all of its heads can go over while they are in the nearest cache. What comes next, in
-// rows of `width` floats, is asked for meanwhile: a block lies anywhere.
-template <typename Visit>
-void each_block(const float* cache, const int64_t* table, int64_t S, int64_t P, int64_t stride,
-                int64_t width, Visit visit) {
-  const auto rows = [&](int64_t s) { return cache + (table[s / P] * P + s % P) * stride; };
-  const int64_t most = std::min(P, NEAR);
-  for (int64_t s = 0, next; s < S; s = next) {
-    next = std::min(std::min(s + most, s - s % P + P), S);
-    for (int64_t p = next; p < std::min(next + most, S) && p / P == next / P; ++p)
-      for (int64_t d = 0; d < width; d += LANES)
-        __builtin_prefetch(rows(next) + (p - next) * stride + d);
-    visit(s, next - s, rows(s));
+// visit(0), ..., visit(N - 1), each number a constant: arrays that it indexes stay in registers, in
+// a function that is by itself (noinline).
+template <int N, typename Visit>
+void unrolled(Visit visit) {
+  if constexpr (N > 0) {
+    unrolled<N - 1>(visit);
+    visit(std::integral_constant<int, N - 1>{});
   }
 }
+
+// scores [R, 16], whose rows are PART apart = scale times q [R, D] times 16 keys: D floats of each
+// row from `from` on. The rows that come 16 later are asked for meanwhile: they may lie anywhere.
+template <int R>
+__attribute__((noinline)) void score(const float* q, const float* const* rows, int64_t from,
+                                     int64_t D, float scale, float* scores) {
+  for (int s = 0; s < TILE; s += 4) {
+    const float *key[4], *ahead[4];
+    V sum[R][4];
+    unrolled<4>([&](auto i) {
+      key[i] = rows[s + i] + from;
+      ahead[i] = rows[s + i + TILE] + from;
+      unrolled<R>([&](auto r) { sum[r][i] = V{}; });
+    });
+    int64_t d = 0;
+    for (; d + LANES <= D; d += LANES)
+      unrolled<4>([&](auto i) {
+        __builtin_prefetch(ahead[i] + d);
+        unrolled<R>([&](auto r) { sum[r][i] += at(q + r * D + d) * at(key[i] + d); });
+      });
+    unrolled<R>([&](auto r) {
+      const Four products = totals(sum[r][0], sum[r][1], sum[r][2], sum[r][3]) * scale;
+      std::memcpy(scores + r * PART + s, &products, sizeof products);
+    });
+    for (; d < D; ++d)
+      for (int r = 0; r < R; ++r)
+        for (int i = 0; i < 4; ++i) scores[r * PART + s + i] += q[r * D + d] * key[i][d] * scale;
+  }
+}
+
+// W registers of what is below, from `from` and from sum on.
+template <int R, int W>
+__attribute__((noinline)) void add_weighted(const float* weights, const float* const* rows,
+                                            int64_t from, int64_t count, int64_t D, float* sum) {
+  V sums[R][W];
+  const auto each = [&](auto visit) {
+    unrolled<R>([&](auto r) { unrolled<W>([&](auto w) { visit(r, w); }); });
+  };
+  each([&](auto r, auto w) { sums[r][w] = at(sum + r * D + w * LANES); });
+  for (int64_t s = 0; s < count; ++s) {
+    const float *value = rows[s] + from, *ahead = rows[s + TILE] + from;
+    unrolled<W>([&](auto w) { __builtin_prefetch(ahead + w * LANES); });
+    each([&](auto r, auto w) { sums[r][w] += weights[r * PART + s] * at(value + w * LANES); });
+  }
+  each([&](auto r, auto w) { at(sum + r * D + w * LANES) = sums[r][w]; });
+}
+
+// sum [R, D] += weights [R, count], whose rows are PART apart, times `count` values: D floats of
+// each row from `from` on. Those that come 16 later are asked for.
+template <int R>
+void add_weighted(const float* weights, const float* const* rows, int64_t from, int64_t count,
+                  int64_t D, float* sum) {
+  int64_t d = 0;
+  for (; d + 4 * LANES <= D; d += 4 * LANES)
+    add_weighted<R, 4>(weights, rows, from + d, count, D, sum + d);
+  for (; d + LANES <= D; d += LANES)
+    add_weighted<R, 1>(weights, rows, from + d, count, D, sum + d);
+  for (; d < D; ++d)
+    for (int r = 0; r < R; ++r)
+      for (int64_t s = 0; s < count; ++s)
+        sum[r * D + d] += weights[r * PART + s] * rows[s][from + d];
+}
+
+// visit(R) with a number known only now, 1 to MOST, as a constant.
+template <int MOST, typename Visit>
+void as_constant(int64_t number, Visit visit) {
+  if constexpr (MOST > 0) {
+    if (number == MOST)
+      visit(std::integral_constant<int, MOST>{});
+    else
+      as_constant<MOST - 1>(number, visit);
+  }
+}
+
+// The query heads of `count` key heads, G of each, as many at a time as can share what is loaded:
+// visit(first, R).
+template <typename Visit>
+void each_heads(int64_t count, int64_t G, Visit visit) {
+  for (int64_t k = 0; k < count; ++k)
+    for (int64_t g = 0; g < G; g += HEADS)
+      as_constant<HEADS>(std::min<int64_t>(HEADS, G - g), [&](auto R) { visit(k * G + g, R); });
+}
+
+int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+struct Task {
+  int64_t t, part, k;  // query, part of the positions that it sees, first key head
+};
+
+// A call of paged_attend, and the means of the parts.
+struct Attention {
+  const float *q, *keys, *values;
+  const int64_t *tables, *lengths;
+  float* out;
+  int64_t T, C, H, Hk, D, P, B, apart;
+  float scale;
+  int64_t G = H / Hk, span = std::max<int64_t>(1, std::min(Hk, REACH / D));  // key heads a task
+  std::vector<int64_t> begin = std::vector<int64_t>(T + 1);  // where a query's parts begin
+  std::unique_ptr<float[]> means = nullptr, lses = nullptr;  // [parts, H, D], [parts, H]
+
+  int64_t seen(int64_t t) const { return lengths[t / C] - (C - 1 - t % C); }
+  int64_t parts(int64_t t) const { return begin[t + 1] - begin[t]; }
+
+  // All that there is to do. Queries of a row follow one another: what one reads, the next one has
+  // in the cache.
+  std::vector<Task> tasks() {
+    for (int64_t t = 0; t < T; ++t)
+      begin[t + 1] = begin[t] + round_up(std::max<int64_t>(seen(t), 0), PART) / PART;
+    means.reset(new float[begin[T] * H * D]);
+    lses.reset(new float[begin[T] * H]);
+    std::vector<Task> all;
+    for (int64_t r = 0; r < T; r += C)
+      for (int64_t part = 0; part < parts(r + C - 1); ++part)
+        for (int64_t k = 0; k < Hk; k += span)
+          for (int64_t t = r; t < r + C; ++t)
+            if (part < parts(t)) all.push_back({t, part, k});
+    return all;
+  }
+
+  // Where the task's keys lie, then its values; each filled up to `room` with the last one again,
+  // and 16 more, to be asked for.
+  void find(const Task& task, int64_t count, int64_t room, const float** rows) const {
+    const int64_t* table = tables + task.t / C * B;
+    int64_t block = task.part * PART / P, slot = task.part * PART % P;
+    for (int64_t s = 0; s < count; ++s) {
+      const int64_t place = ((table[block] * P + slot) * Hk + task.k) * D;
+      rows[s] = keys + place;
+      rows[room + s] = values + place;
+      if (++slot == P) ++block, slot = 0;
+    }
+    std::fill(rows + count, rows + room, rows[count - 1]);
+    std::fill(rows + room + count, rows + 2 * room + TILE, rows[room + count - 1]);
+  }
+
+  // A task: the weighted mean of the part's values, and the lse of its scores, for each head. Where
+  // there is no other part, that mean is the result.
+  void attend(const Task& task) const {
+    const int64_t count = std::min(PART, seen(task.t) - task.part * PART);
+    const int64_t room = round_up(count, TILE), heads = std::min(span, Hk - task.k);
+    const int64_t first = (begin[task.t] + task.part) * H + task.k * G;
+    const float* query = q + task.t * apart + task.k * G * D;
+    float* mean = parts(task.t) == 1 ? out + (task.t * H + task.k * G) * D : &means[first * D];
+    const float* rows[2 * PART + TILE];
+    find(task, count, room, rows);
+    const std::unique_ptr<float[]> scores(new float[heads * G * PART]);
+    for (int64_t s = 0; s < count; s += TILE)
+      each_heads(heads, G, [&](int64_t h, auto R) {
+        score<R()>(query + h * D, rows + s, h / G * D, D, scale, &scores[h * PART + s]);
+      });
+    for (int64_t h = 0; h < heads * G; ++h) {
+      std::fill(&scores[h * PART + count], &scores[h * PART + room], -INFINITY);
+      lses[first + h] = softmax(&scores[h * PART], room);
+    }
+    std::fill(mean, mean + heads * G * D, 0.0f);
+    for (int64_t s = 0; s < count; s += TILE)
+      each_heads(heads, G, [&](int64_t h, auto R) {
+        add_weighted<R()>(&scores[h * PART + s], rows + room + s, h / G * D,
+                          std::min<int64_t>(TILE, count - s), D, mean + h * D);
+      });
+  }
+
+  // The mean of a query head's parts, each with weight exp(lse). There are none, or several.
+  void merge(int64_t t, int64_t h) const {
+    std::vector<float> weights(round_up(parts(t), TILE), -INFINITY);
+    std::vector<const float*> rows(parts(t) + TILE, out);
+    for (int64_t part = 0; part < parts(t); ++part) {
+      const int64_t place = (begin[t] + part) * H + h;
+      float* mean = &means[place * D];
+      if (lses[place] == -INFINITY) std::fill(mean, mean + D, 0.0f);  // a mean of nothing
+      weights[part] = lses[place];
+      rows[part] = mean;
+    }
+    float* result = out + (t * H + h) * D;
+    std::fill(result, result + D, 0.0f);
+    if (parts(t) == 0) return;
+    softmax(weights.data(), weights.size());
+    add_weighted<1>(weights.data(), rows.data(), 0, parts(t), D, result);
+  }
+};
 
 }  // namespace
 
@@ -308,32 +454,16 @@ extern "C" void spindle_paged_attend(const float* q, const float* keys, const fl
                                      int64_t T, int64_t C, int64_t H, int64_t Hk, int64_t D,
                                      int64_t P, int64_t B, int64_t apart, float scale,
                                      int threads) {
-  const int64_t G = H / Hk, stride = Hk * D;
-  const int64_t span = T < 2 * threads ? 1 : Hk;  // key heads a task: few queries are divided so
-  const int64_t heads = span * G;
-#pragma omp parallel for num_threads(threads) schedule(dynamic)
-  for (int64_t task = 0; task < T * (Hk / span); ++task) {
-    const int64_t t = task / (Hk / span), first = task % (Hk / span) * span, r = t / C;
-    const int64_t S = lengths[r] - (C - 1 - t % C);  // the keys that it sees
-    const float* query = q + t * apart + first * G * D;
-    float* result = out + (t * H + first * G) * D;
-    std::fill(result, result + heads * D, 0.0f);
-    if (S < 1) continue;
-    const int64_t room = (S + LANES - 1) / LANES * LANES;
-    std::vector<float> scores(heads * room, -INFINITY);
-    const auto blocks_of = [&](const float* cache, auto visit) {
-      each_block(cache + first * D, tables + r * B, S, P, stride, span * D, visit);
-    };
-    blocks_of(keys, [&](int64_t s, int64_t count, const float* block) {
-      for (int64_t h = 0; h < heads; ++h)
-        for (int64_t p = 0; p < count; ++p)
-          scores[h * room + s + p] = dot(query + h * D, block + p * stride + h / G * D, D) * scale;
-    });
-    for (int64_t h = 0; h < heads; ++h) softmax(&scores[h * room], room);
-    blocks_of(values, [&](int64_t s, int64_t count, const float* block) {
-      for (int64_t h = 0; h < heads; ++h)
-        add_weighted(&scores[h * room + s], block + h / G * D, result + h * D, count, stride, D);
-    });
+  Attention call{q, keys, values, tables, lengths, out, T, C, H, Hk, D, P, B, apart, scale};
+  const std::vector<Task> tasks = call.tasks();
+  const int64_t count = tasks.size();
+#pragma omp parallel num_threads(threads) if (count > 1)
+  {
+#pragma omp for schedule(dynamic)
+    for (int64_t n = 0; n < count; ++n) call.attend(tasks[n]);
+#pragma omp for
+    for (int64_t n = 0; n < T * H; ++n)
+      if (call.parts(n / H) != 1) call.merge(n / H, n % H);
   }
 }
 

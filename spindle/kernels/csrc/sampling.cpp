@@ -34,9 +34,10 @@
 #include <numeric>
 #include <vector>
 
+#include "simd.h"
+
 namespace {
 
-constexpr int LANES = 16;
 constexpr int64_t BLOCK = 64;
 constexpr float NOTHING = -88.0f;   // scaled logits below it have no weight
 constexpr int64_t LIKELY = 256;     // a nucleus is looked for in as many tokens at first
@@ -49,9 +50,7 @@ constexpr double SLACK_OF_SUMS = 0x1p-50;      // torch's, for each token of a r
 constexpr double SLACK_OF_DIVISION = 0x1p-22;  // torch's, where plain torch divides them by a sum
 constexpr int64_t BROKEN = -1, UNSETTLED = -2;  // no token, and one that plain torch has to tell
 
-typedef float F __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float))));
-typedef int32_t I __attribute__((vector_size(LANES * sizeof(int32_t))));
-typedef double D __attribute__((vector_size(LANES * sizeof(double))));
+typedef V F;  // V is the size of a vocabulary here
 
 // 16 numbers of x [n] from i on; past its end there are others.
 inline F load(const float* x, int64_t i, int64_t n, float past) {
@@ -61,42 +60,27 @@ inline F load(const float* x, int64_t i, int64_t n, float past) {
   return last;
 }
 
-// All lanes folded into one, half onto half: none waits for the one before.
-template <typename T, typename Vector, typename Fold>
-inline T folded(const Vector& lanes, Fold fold) {
-  T x[LANES];
-  std::memcpy(x, &lanes, sizeof x);
-  for (int half = LANES / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) x[i] = fold(x[i], x[i + half]);
-  return x[0];
-}
-
 inline float largest(const F& lanes) {
   return folded<float>(lanes, [](float a, float b) { return a > b ? a : b; });
 }
 
-inline double total(const D& lanes) { return folded<double>(lanes, std::plus<double>()); }
+// A sum in double of many vectors of floats, each lane by itself: two registers of doubles.
+struct Mass {
+  typedef float Half __attribute__((vector_size(LANES / 2 * sizeof(float))));
+  typedef double Wide __attribute__((vector_size(LANES / 2 * sizeof(double))));
+  Wide lanes[2] = {};
+
+  void add(const F& x) {
+    Half halves[2];
+    std::memcpy(halves, &x, sizeof halves);
+    lanes[0] += __builtin_convertvector(halves[0], Wide);
+    lanes[1] += __builtin_convertvector(halves[1], Wide);
+  }
+
+  double total() const { return folded<double>(lanes, std::plus<double>()); }
+};
 
 inline bool any(const I& lanes) { return folded<int32_t>(lanes, std::bit_or<int32_t>()) != 0; }
-
-// e^x for x <= 0: 2^n times a polynomial on [-ln2/2, ln2/2]; relative error below 2e-7 (the
-// coefficients are those of Cephes' expf, Moshier 1992). 0 where float32 has no normal number.
-inline F exp_of(F x) {
-  const F low = F{} - 87.33654f, shifter = F{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds
-  const F y = x < low ? low : x;
-  const F n = (y * 1.44269504f + shifter) - shifter;
-  const F r = (y - n * 0.693359375f) + n * 2.12194440e-4f;
-  F p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  const I exponent = (__builtin_convertvector(n, I) + 127) << 23;
-  F power;
-  std::memcpy(&power, &exponent, sizeof power);
-  return x < low ? F{} : p * power;
-}
 
 // --- the largest logit ---------------------------------------------------------------------------
 
@@ -229,13 +213,13 @@ class Row {
   // The tokens that are not below a line.
   Part above(float line) const {
     I count = {};
-    D mass = {};
+    Mass mass;
     each_vector(line, [&](int64_t i) {
       const I inside = at(x, i) >= line;
       count -= inside;
-      mass += __builtin_convertvector(inside ? at(weights, i) : F{}, D);
+      mass.add(inside ? at(weights, i) : F{});
     });
-    return {folded<int32_t>(count, std::plus<int32_t>()), total(mass)};
+    return {folded<int32_t>(count, std::plus<int32_t>()), mass.total()};
   }
 
   // The tokens below one line that are not below another, by id.
@@ -295,7 +279,8 @@ class Row {
 
   // Tokens that are less likely than the last one lose their weight.
   void cut_after(const Token& last) {
-    const I first = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    I first;
+    for (int lane = 0; lane < LANES; ++lane) first[lane] = lane;
     each_vector(-INFINITY, [&](int64_t i) {
       const I id = first + static_cast<int32_t>(i);
       const F lanes = at(x, i);
@@ -308,10 +293,10 @@ class Row {
   int64_t inverse_cdf(double u) {
     std::vector<double> masses;
     for (const int64_t block : blocks) {
-      D mass = {};
+      Mass mass;
       for (int64_t i = block * BLOCK; i < (block + 1) * BLOCK; i += LANES)
-        mass += __builtin_convertvector(at(weights, i), D);
-      masses.push_back(total(mass));
+        mass.add(at(weights, i));
+      masses.push_back(mass.total());
     }
     const double whole = std::accumulate(masses.begin(), masses.end(), 0.0), goal = u * whole;
     double sum = 0;
