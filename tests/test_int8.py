@@ -273,7 +273,12 @@ def test_on_a_gpu_the_weight_is_made_anew(dtype):
 def dequantized_model(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> object:
     """A model of floats, which are what the integers of the quantized one stand for."""
 
-    def pack(weight: Tensor, bias: Tensor | None = None, quantize: str | None = None) -> Weight:
+    def pack(
+        weight: Tensor,
+        bias: Tensor | None = None,
+        quantize: str | None = None,
+        room: object = None,
+    ) -> Weight:
         if quantize is None:  # somebody who counts
             return kernels.pack(weight, bias)
         return kernels.pack(twins.dequantize(*twins.quantize(weight), weight.dtype), bias)

@@ -1,6 +1,7 @@
 """Each op against its definition, written another way; packed linear against plain, in bits."""
 
 import ctypes
+import gc
 import math
 import os
 import platform
@@ -8,16 +9,20 @@ import re
 import shutil
 import subprocess
 import sys
+import weakref
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import shapes
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from spindle import kernels
-from spindle.kernels import build, native, packed, twins
+from spindle.kernels import build, native, packed, room, twins
+from spindle.model.weights import random_model
 
 EPS32 = torch.finfo(torch.float32).eps
 
@@ -816,3 +821,41 @@ def test_products_of_other_processors_are_the_twins(level, tmp_path):
 
 def pointers(*tensors: Tensor) -> list[ctypes.c_void_p]:
     return [ctypes.c_void_p(x.data_ptr()) for x in tensors]
+
+
+# --- where packed weights lie --------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 40), st.booleans()), max_size=12))
+def test_parts_of_a_piece_are_apart_and_aligned(sizes):
+    """Each keeps what is written to it, whatever is written to the others; pieces are aligned."""
+    space, made = room.Room(), []
+    with mock.patch.object(room, "PIECE", 4096):
+        for a, b, whole in sizes:
+            dtype = torch.int8 if whole else torch.float32
+            made.append(space.empty((a, b), dtype).fill_(len(made)))
+    for n, (x, (a, b, whole)) in enumerate(zip(made, sizes, strict=True)):
+        assert x.shape == (a, b) and x.is_contiguous() and (x == n).all()
+        assert x.dtype == (torch.int8 if whole else torch.float32)
+        assert x.data_ptr() % room.LINE == 0
+
+
+@pytest.mark.parametrize("nbytes", [1, room.PAGE - 1, room.PAGE, 3 * room.PAGE + 1])
+def test_large_pieces_are_whole_pages(nbytes):
+    piece = room.large(nbytes)
+    assert nbytes <= len(piece) < nbytes + room.PAGE and len(piece) % room.PAGE == 0
+    assert piece.data_ptr() % room.PAGE == 0
+    piece.fill_(7)  # all of it is there
+
+
+def test_the_weights_of_a_model_share_pieces_and_a_model_that_is_gone_frees_them(form):
+    model = random_model(shapes.llama(), dtype=torch.float32)
+    weights = [w for x in model.layers for w in vars(x).values() if isinstance(w, kernels.Weight)]
+    panels = [w.panels for w in weights if w.panels is not None]
+    if form == "panels":
+        homes = {x.untyped_storage().data_ptr() for x in panels}
+        assert len(panels) == 12 and len(homes) == 1
+        gone = weakref.ref(panels[0].untyped_storage())
+        del model, weights, panels
+        gc.collect()
+        assert gone() is None

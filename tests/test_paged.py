@@ -328,7 +328,7 @@ def test_a_broken_row_is_nan_as_in_the_twin_and_alone(broken):
     assert torch.equal(ours.isnan(), expected.isnan())
 
 
-@pytest.mark.parametrize("rows", [2, 40])  # a task a key head, and a task a row
+@pytest.mark.parametrize("rows", [2, 40])
 def test_a_row_of_length_0_is_zeros_and_the_others_are_as_without_it(rows):
     """Nothing to attend to; a padded row may have that length, and must not read anything."""
     torch.manual_seed(0)

@@ -101,11 +101,12 @@ def takes(x: Tensor) -> bool:
     return x.dtype == torch.float32 and x.device.type == "cpu" and available()
 
 
-def to_panels(weight: Tensor) -> Tensor:
-    """weight [N, K] of float32 or int8 -> panels [ceil(N / 32), K, 32], a copy."""
+def to_panels(weight: Tensor, panels: Tensor | None = None) -> Tensor:
+    """weight [N, K] of float32 or int8 -> panels [ceil(N / 32), K, 32], a copy, made or given."""
     N, K = weight.shape
     weight = weight.contiguous()
-    panels = weight.new_empty(-(-N // PANEL), K, PANEL)
+    if panels is None:
+        panels = weight.new_empty(-(-N // PANEL), K, PANEL)
     form = "int8_pack" if weight.dtype == torch.int8 else "pack"
     _call(form, (weight.data_ptr(), panels.data_ptr()), N, K)
     return panels

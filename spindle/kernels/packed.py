@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from spindle.kernels import native, twins
+from spindle.kernels.room import Room
 
 PART = 2**18  # numbers that are turned into integers at a time: what a cache holds
 
@@ -66,34 +67,50 @@ class Weight:
         return [part for part in held if part is not None]
 
 
-def pack(weight: Tensor, bias: Tensor | None = None, quantize: str | None = None) -> Weight:
+def pack(
+    weight: Tensor,
+    bias: Tensor | None = None,
+    quantize: str | None = None,
+    room: Room | None = None,
+) -> Weight:
     """Weight [N, K] and bias [N] in the form for their device: a copy, whatever form it is.
 
-    quantize: None, or "int8". TypeError: a bias of another length or dtype.
+    quantize: None, or "int8". room: where panels are to lie, beside others of a model. TypeError: a
+    bias of another length or dtype.
     """
     if bias is not None:
         if bias.shape != weight.shape[:1] or bias.dtype != weight.dtype:
             raise TypeError(f"pack: the bias is {bias.dtype} {list(bias.shape)}")
         bias = bias.contiguous()
     if quantize == "int8":
-        return _pack_int8(weight, bias)
+        return _pack_int8(weight, bias, room)
     if not packs(weight):
         plain = weight.clone(memory_format=torch.contiguous_format)
         return Weight(weight.shape, bias, plain=plain)
     if native.available():
-        return Weight(weight.shape, bias, panels=native.to_panels(weight))
+        panels = _room_for(weight, weight.dtype, room)
+        return Weight(weight.shape, bias, panels=native.to_panels(weight, panels))
     blocks = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
     result = Weight(weight.shape, bias, onednn=blocks)
     result.min_rows = _min_rows(result)
     return result
 
 
-def _pack_int8(weight: Tensor, bias: Tensor | None) -> Weight:
+def _room_for(weight: Tensor, dtype: torch.dtype, room: Room | None) -> Tensor:
+    """Where this weight's panels are to lie."""
+    N, K = weight.shape
+    shape = (-(-N // native.PANEL), K, native.PANEL)
+    return torch.empty(shape, dtype=dtype) if room is None else room.empty(shape, dtype)
+
+
+def _pack_int8(weight: Tensor, bias: Tensor | None, room: Room | None) -> Weight:
     """A part of the rows at a time, so that the integers as floats take little room."""
     N, K = weight.shape
     panel = native.PANEL if native.takes(weight) else None
-    shape = (N, K) if panel is None else (-(-N // panel), K, panel)
-    held = torch.empty(shape, dtype=torch.int8, device=weight.device)
+    if panel is None:
+        held = torch.empty(N, K, dtype=torch.int8, device=weight.device)
+    else:
+        held = _room_for(weight, torch.int8, room)
     scale = torch.empty(N, dtype=torch.float32, device=weight.device)
     step = max(1, PART // (K * native.PANEL)) * native.PANEL
     for start in range(0, N, step):

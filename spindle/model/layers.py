@@ -12,6 +12,7 @@ from torch import Tensor
 
 from spindle.config import ModelConfig
 from spindle.kernels import Weight, gelu_tanh, pack, packs
+from spindle.kernels.room import Room
 
 
 class KVView(Protocol):
@@ -42,7 +43,7 @@ class Source:
         self, dtype: torch.dtype, device: torch.device, quantize: str | None = None
     ) -> None:
         self.dtype, self.device, self.quantize = dtype, device, quantize
-        self._scratch = self._empty(0)
+        self._scratch, self._packed = self._empty(0), Room()
 
     def fill(self, out: Tensor, name: str) -> None:
         """Write the tensor `name` into `out`, which has its shape and may be strided."""
@@ -69,7 +70,7 @@ class Source:
         if bias is not None:
             for name, block in zip(parts, bias.split(outputs), strict=True):
                 self.fill(block, f"{name}.bias")
-        return pack(weight, bias, self.quantize)
+        return pack(weight, bias, self.quantize, self._packed)
 
     def embeddings(self, embed: str, head: str, rows: int, width: int) -> tuple[Tensor, Weight]:
         """The token embedding [rows, width] and the output head; one tensor where they are tied.
@@ -79,13 +80,15 @@ class Source:
         table = self(embed, rows, width)
         if self.tied:
             return table, self.tied_head(table)
-        return table, pack(self(head, rows, width), None, self.quantize)
+        return table, pack(self(head, rows, width), None, self.quantize, self._packed)
 
     def tied_head(self, table: Tensor) -> Weight:
         """The embedding as the head: packed once more if it packs and fits, else shared."""
         if self.quantize is not None:
-            return pack(table, None, self.quantize)
-        return pack(table) if self.spare and packs(table) else Weight(table.shape, plain=table)
+            return pack(table, None, self.quantize, self._packed)
+        if self.spare and packs(table):
+            return pack(table, room=self._packed)
+        return Weight(table.shape, plain=table)
 
     def _room(self, rows: int, columns: int) -> Tensor:
         """Space [rows, columns] for a matrix that is packed at once, then overwritten by the next.
