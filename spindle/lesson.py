@@ -621,3 +621,45 @@ def _rows(count: int, width: int, scale: float) -> Tensor:
 def row_softmax(x: Tensor) -> Tensor:
     """float [T, S], the softmax of each row."""
     return x.softmax(-1)
+
+
+_LAYER = [  # (bytes, first call, last call): of two layers, as a recorded step has them
+    (span[0], span[1] + 11 * layer, span[2] + 11 * layer)
+    for layer in range(2)
+    for span in ((2304, 7, 8), (3840, 8, 12), (2304, 12, 13), (2304, 13, 14), (2304, 14, 15),
+                 (12288, 15, 16), (6144, 16, 17), (2304, 17, 18))
+]  # fmt: skip
+
+
+@check.exercise(
+    "12",
+    inputs=[
+        ([(8, 0, 1)],),
+        ([(8, 0, 1), (8, 1, 2), (8, 2, 3)],),
+        ([(2, 0, 1), (4, 1, 2), (4, 2, 3), (6, 3, 4)],),
+        ([(4, 0, 3), (8, 1, 2), (4, 4, 5), (2, 2, 5)],),
+        ([(4, 1, 3), (6, 2, 2), (4, 3, 6), (4, 3, 6)],),
+        ([(4, 0, 1), (6, 2, 3), (2, 0, 3), (4, 1, 2)],),
+        (_LAYER,),
+        ([],),
+    ],
+)
+def largest_first(spans: Sequence[tuple[int, int, int]]) -> int:
+    """int, the bytes of a plan of spans (bytes, first call, last call), largest placed first."""
+    placed: list[tuple[int, int, int, int]] = []  # offset, end, first call, last call
+    for nbytes, first, last in sorted(spans, key=lambda span: -span[0]):
+        offset = 0
+        for start, end, its_first, its_last in sorted(placed):
+            if its_first <= last and first <= its_last and offset + nbytes > start:
+                offset = max(offset, end)
+        placed.append((offset, offset + nbytes, first, last))
+    return max((end for _, end, _, _ in placed), default=0)
+
+
+@check.exercise(
+    "12",
+    inputs=[(1, 32, 4, 32, 2), (576, 1536, 4, 32, 2), (4, 33, 4, 32, 2), (3, 10, 8, 10, 4)],
+)
+def grouped_bytes(outputs: int, inputs: int, bits: int, group: int, scale_bytes: int) -> int:
+    """int, the bytes of a matrix of `bits` a number and a scale for each group of inputs."""
+    return outputs * (-(-inputs * bits // 8) + -(-inputs // group) * scale_bytes)

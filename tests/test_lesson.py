@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from spindle import errors, lesson
+from spindle.kernels.program import Span, place
 from spindle.lesson import CAST, check, expect, reveal, smallest_lead, source
 
 ROOT = Path(lesson.__file__).parent.parent
@@ -620,3 +621,47 @@ def test_the_exercises_of_14_refuse_plausible_wrong_answers(capsys):
     for wrong in (powers_alone, the_largest, the_next_one):
         assert verdict(check.rows_of_nobody, wrong, capsys).startswith("not yet: ")
     assert check.rows_of_nobody.right((9, 7), 12) == 3 + 1
+
+
+def test_the_exercises_of_12_refuse_plausible_wrong_answers(capsys):
+    right = check.largest_first.right
+
+    def first_fit(spans):  # as the package places them: in the order of first use
+        return place([Span(*span) for span in spans])
+
+    def all_kept(spans):
+        return sum(nbytes for nbytes, _, _ in spans)
+
+    def most_at_once(spans):  # a bound, which not every plan reaches
+        calls = [call for _, first, last in spans for call in (first, last)]
+        return max((sum(n for n, a, b in spans if a <= call <= b) for call in calls), default=0)
+
+    def freed_too_early(spans):
+        return right([(nbytes, first, max(first, last - 1)) for nbytes, first, last in spans])
+
+    def smallest_first(spans):
+        placed = []
+        for one in sorted((Span(*span) for span in spans), key=lambda span: span.nbytes):
+            for other in sorted(placed, key=lambda span: span.offset):
+                beside = other.first <= one.last and one.first <= other.last
+                if beside and one.offset + one.nbytes > other.offset:
+                    one.offset = max(one.offset, other.offset + other.nbytes)
+            placed.append(one)
+        return max((one.offset + one.nbytes for one in placed), default=0)
+
+    assert verdict(check.largest_first, right, capsys).startswith("yes: ")
+    for wrong in (first_fit, all_kept, most_at_once, freed_too_early, smallest_first):
+        assert verdict(check.largest_first, wrong, capsys).startswith("not yet: largest_first(")
+
+    def one_scale_a_row(outputs, inputs, bits, group, scale_bytes):
+        return outputs * (inputs * bits // 8 + scale_bytes)
+
+    def whole_groups(outputs, inputs, bits, group, scale_bytes):
+        return outputs * (inputs * bits // 8 + inputs // group * scale_bytes)
+
+    def without_scales(outputs, inputs, bits, group, scale_bytes):
+        return outputs * inputs * bits // 8
+
+    for wrong in (one_scale_a_row, whole_groups, without_scales):
+        assert verdict(check.grouped_bytes, wrong, capsys).startswith("not yet: grouped_bytes(")
+    assert check.grouped_bytes.right(1, 32, 4, 32, 2) == 18
