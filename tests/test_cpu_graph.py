@@ -4,6 +4,8 @@ float32, since native code is for that.
 """
 
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -338,3 +340,16 @@ def test_spans_in_use_together_do_not_overlap(drawn):
 def test_a_chain_takes_the_room_of_two():
     spans = [Span(640, n, n + 1) for n in range(50)]
     assert place(spans) == 2 * 640
+
+
+def test_to_record_a_step_imports_no_compiler():
+    """A dispatch mode brings torch's compiler along if it is let: a second, at the second token."""
+    program = (
+        "import sys; from spindle import Engine, SamplingParams, graphs, load_hf;"
+        "e = graphs.enable(Engine(load_hf('tiny', dtype='float32')));"
+        "e.step(e.begin([[1, 2, 3]], SamplingParams(temperature=0, seed=0)));"
+        "print(e.recorded, sum(name.startswith('torch._dynamo.') for name in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.split()[0] == "True", done.stderr
+    assert int(done.stdout.split()[1]) < 10

@@ -75,6 +75,11 @@ class Log(TorchDispatchMode):
         for name, tensor in names.items():
             self._buffers.add(tensor, name)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: nothing of ours is compiled, and to be skipped takes torch's compiler: a second."""
+        return False
+
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
