@@ -105,6 +105,10 @@ class ModelConfig:
         scale = self.head_dim**-0.5 if self.scale_by_head else 1.0
         return scale / (layer + 1) if self.scale_by_layer else scale
 
+    def kv_bytes(self, itemsize: int) -> int:
+        """Bytes of one token's keys and values in all layers, in numbers of `itemsize` bytes."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+
     def positions_in_words(self) -> str:
         """How many positions there are, for the error that refuses one more; and why if not plain.
 

@@ -101,3 +101,16 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def small_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine whose speeds are measured at once; figures are closed afterwards."""
+    import matplotlib.pyplot as plt
+
+    from spindle.bench import machine, profile
+
+    monkeypatch.setattr(machine, "READ_BYTES", 2**20)
+    monkeypatch.setattr(profile, "MATRICES", (16, 32))
+    yield
+    plt.close("all")

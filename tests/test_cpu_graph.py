@@ -14,7 +14,7 @@ import shapes
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_graphs import some_requests
+from test_graphs import served, some_requests
 from test_rows import PROMPTS, WISHES, run
 
 from spindle import graphs
@@ -208,26 +208,11 @@ def test_batches_replayed_are_batches_run(seed, name, size, spare, count, preemp
     """Whole runs, preempted and swapped, by default and with graphs=False: the same ids."""
     requests = some_requests(count, seed)
     longest = max(len(prompt) + params.max_tokens for prompt, params in requests)
-    answers, replayed = {}, {}
-    for graph in (None, False):
-        llm = LLM(
-            MODELS[name],
-            max_model_len=64,
-            max_seqs=12,
-            max_batch_tokens=20,
-            block_size=size,
-            num_blocks=-(-longest // size) + spare // size,
-            preemption=preemption,
-            graphs=graph,
-        )
-        for cache in (llm._kv.keys, llm._kv.values):
-            cache.fill_(torch.nan)
-        outputs = llm.generate([p for p, _ in requests], [params for _, params in requests])
-        llm.scheduler.check()
-        answers[graph] = [one.token_ids for output in outputs for one in output.outputs]
-        replayed[graph] = llm.stats["replayed"]
-    assert answers[None] == answers[False]
-    assert replayed[False] == 0 < replayed[None]
+    options = {"max_seqs": 12, "max_batch_tokens": 20, "block_size": size, "preemption": preemption}
+    options["num_blocks"] = -(-longest // size) + spare // size
+    replayed, run = (served(MODELS[name], requests, graphs=how, **options) for how in (None, False))
+    assert replayed[0] == run[0]
+    assert run[1].stats["replayed"] == 0 < replayed[1].stats["replayed"]
 
 
 def test_graphs_can_be_asked_for_and_done_without():

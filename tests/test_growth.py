@@ -8,11 +8,11 @@ import matplotlib
 
 matplotlib.use("agg")
 
-import matplotlib.pyplot as plt
 import psutil
 import pytest
 import shapes
 import torch
+from clocks import HandClock
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,6 +44,7 @@ from spindle.bench.spans import CallCost
 from spindle.bench.steps import Timed
 from spindle.decode.engine import Engine
 from spindle.errors import RequestError
+from spindle.kernels import emulate
 from spindle.model.weights import random_model
 
 CONFIGS = {
@@ -54,23 +55,7 @@ CONFIGS = {
 HERE = Here(1e9, 1e9, CallCost(0.0, 0.0))
 
 
-@pytest.fixture(autouse=True)
-def small_machine(monkeypatch):
-    monkeypatch.setattr(machine, "READ_BYTES", 2**20)
-    monkeypatch.setattr(profile, "MATRICES", (16, 32))
-    yield
-    plt.close("all")
-
-
-class HandClock:
-    """Seconds that pass when it is read: as many as `tick` says."""
-
-    def __init__(self, tick: float = 1.0) -> None:
-        self.now, self.tick = 0.0, tick
-
-    def __call__(self) -> float:
-        self.now += self.tick
-        return self.now
+pytestmark = pytest.mark.usefixtures("small_machine")
 
 
 def settings(config, **given) -> Settings:
@@ -88,7 +73,7 @@ def settings(config, **given) -> Settings:
 def test_a_steps_work_is_what_its_calls_are_counted_to_do(name, rows):
     """Three steps see 6, 7 and 8 tokens: on average 7."""
     model = random_model(CONFIGS[name])
-    engine, timed_calls = Engine(model, rows=rows), Timed(model, HandClock())
+    engine, timed_calls = Engine(model, rows=rows), Timed(model, HandClock(1.0))
     tokens = engine.begin([[1, 2, 3, 4, 5]] * rows, latency.GREEDY)
     timed_calls.count(lambda: engine.step(tokens), 3)
     flops = timed_calls.tally.flops
@@ -102,7 +87,7 @@ def test_a_steps_work_is_what_its_calls_are_counted_to_do(name, rows):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_prefills_work_is_what_its_calls_are_counted_to_do(name, chunk):
     model = random_model(CONFIGS[name])
-    engine, timed_calls = Engine(model, 11, chunk), Timed(model, HandClock())
+    engine, timed_calls = Engine(model, 11, chunk), Timed(model, HandClock(1.0))
     timed_calls.count(lambda: engine.prefill(range(11)), 1)
     flops = timed_calls.tally.flops
     work = prefill_work(model, 11, chunk)
@@ -146,7 +131,7 @@ def test_the_larger_bill_is_predicted():
 def test_every_turn_fills_the_context_with_the_same_tokens(name, context):
     """The last step sees as many tokens as the context has, also where the model has no more."""
     model, ids = random_model(CONFIGS[name]), list(range(context))
-    point = DecodePoint(model, ids, 4, HandClock())
+    point = DecodePoint(model, ids, 4, HandClock(1.0))
     right, _ = Engine(model).generate(ids[: context - 3], 4, temperature=0, ignore_eos=True)
     for _ in range(3):
         point.turn()
@@ -157,14 +142,14 @@ def test_every_turn_fills_the_context_with_the_same_tokens(name, context):
     assert figures["ms"] == pytest.approx(1e3), "a step is between two readings of the clock"
     assert figures["turns_ms"] == pytest.approx([1e3] * 3)
     assert figures["ratio"] == pytest.approx(1e3 / figures["predicted_ms"])
-    each = growth_memory.token_bytes(model.config, model.dtype)
+    each = model.config.kv_bytes(model.dtype.itemsize)
     seen = sum(range(context - 2, context + 1)) / 3
     weights = bytes_per_token(model.config, model.dtype)
     assert figures["bytes"] == pytest.approx(weights + seen * each)
 
 
 def test_every_timed_step_of_a_batch_gives_each_row_a_token_at_the_same_length():
-    model, clock = random_model(CONFIGS["llama"]), HandClock()
+    model, clock = random_model(CONFIGS["llama"]), HandClock(1.0)
     llm = LLM(model, max_seqs=3, trace=99)
     prompts = profile.prompts_of(None, model.config, 3, 20)
     point = BatchPoint(llm, prompts, 4, clock)
@@ -186,7 +171,7 @@ def test_every_timed_step_of_a_batch_gives_each_row_a_token_at_the_same_length()
 def test_a_prefill_is_attention_and_all_else(name):
     model, ids = random_model(CONFIGS[name]), [5, 6, 7, 8, 9]
     engine = Engine(model)
-    point = PrefillPoint(engine, ids, HandClock())
+    point = PrefillPoint(engine, ids, HandClock(1.0))
     for _ in range(3):
         point.turn()
         assert engine.length == 5
@@ -205,11 +190,11 @@ def test_a_prefill_is_attention_and_all_else(name):
 def test_points_are_those_of_the_parts_in_their_order():
     config = CONFIGS["llama"]
     model, given_ = random_model(config), settings(config)
-    made = list(points(model, None, given_, HandClock()))
+    made = list(points(model, None, given_, HandClock(1.0)))
     assert [point.part for point in made] == ["decode"] * 3 + ["batch"] * 3 + ["prefill"] * 3
     assert growth._count(given_) == len(made)
     one = settings(config, parts=["batch"])
-    made = list(points(model, None, one, HandClock()))
+    made = list(points(model, None, one, HandClock(1.0)))
     assert [point.part for point in made] == ["batch"] * 3 and growth._count(one) == 3
 
 
@@ -232,7 +217,7 @@ def test_points_take_turns_there_and_back_and_speeds_are_asked_for_before_each_r
     )
     model = random_model(CONFIGS["gpt2"])
     its = settings(model.config, parts=["batch"])
-    result = timed(model, None, its, HandClock(), lambda: speeds)
+    result = timed(model, None, its, HandClock(1.0), lambda: speeds)
     turns = ["read", "multiply", "a", "b", "c"], ["read", "multiply", "c", "b", "a"]
     assert order == [*turns[0], *turns[1], *turns[0]]
     assert (result["read_gb_s"], result["matrix_gflop_s"]) == (2, 3)
@@ -402,9 +387,7 @@ def test_numbers_that_cannot_be_are_refused(given_, words):
 
 
 def test_more_tokens_than_there_is_memory_for_are_refused(monkeypatch):
-    free = SimpleNamespace(
-        available=3 * 100 * growth_memory.token_bytes(CONFIGS["llama"], torch.float32)
-    )
+    free = SimpleNamespace(available=3 * 100 * CONFIGS["llama"].kv_bytes(4))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
     settings(CONFIGS["llama"], tokens=[100])
     with pytest.raises(RequestError, match="--tokens 101: rows for as many take up to"):
@@ -413,7 +396,7 @@ def test_more_tokens_than_there_is_memory_for_are_refused(monkeypatch):
 
 
 def test_the_emulators_times_are_refused(monkeypatch):
-    monkeypatch.setattr(growth.emulate, "enabled", lambda: True)
+    monkeypatch.setattr(emulate, "enabled", lambda: True)
     with pytest.raises(RequestError, match="SPINDLE_EMULATE=1"):
         settings(CONFIGS["llama"])
 

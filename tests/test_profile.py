@@ -7,10 +7,10 @@ import matplotlib
 
 matplotlib.use("agg")
 
-import matplotlib.pyplot as plt
 import pytest
 import shapes
 import torch
+from clocks import HandClock
 from matplotlib.patches import Rectangle
 
 from spindle import cli, hub, kernels, plots
@@ -37,23 +37,7 @@ CONFIGS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def small_machine(monkeypatch):
-    monkeypatch.setattr(machine, "READ_BYTES", 2**20)
-    monkeypatch.setattr(profile, "MATRICES", (16, 32))
-    yield
-    plt.close("all")
-
-
-class HandClock:
-    """Seconds that pass when they are told to, and `tick` of them whenever it is read."""
-
-    def __init__(self, tick: float = 0.0) -> None:
-        self.now, self.tick = 0.0, tick
-
-    def __call__(self) -> float:
-        self.now += self.tick
-        return self.now
+pytestmark = pytest.mark.usefixtures("small_machine")
 
 
 def both(config: ModelConfig):

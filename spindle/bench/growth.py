@@ -34,7 +34,6 @@ from spindle.bench.spans import Clock, call_cost
 from spindle.config import ModelConfig
 from spindle.decode.engine import Engine
 from spindle.errors import RequestError
-from spindle.kernels import emulate
 from spindle.model.layers import Model
 from spindle.model.weights import load
 from spindle.serve.llm import LLM
@@ -105,9 +104,7 @@ def _up_to(sizes: Sequence[int], most: int) -> list[int]:
 
 
 def _check(its: Settings, positions: int) -> None:
-    if emulate.enabled():
-        words = "SPINDLE_EMULATE=1: the emulator's times say nothing of any machine"
-        raise RequestError(f"{words}; expected it to be unset")
+    profile.check_not_emulated()
     if its.repeat < 1:
         raise RequestError(f"--repeat {its.repeat}: expected 1 or more")
     _check_rising("--contexts", its.contexts, 2, positions)

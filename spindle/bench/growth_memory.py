@@ -33,14 +33,10 @@ DTYPE = torch.float32
 Span = tuple[int, int, int]  # sequence, start, count
 
 
-def token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of a token's keys and values, in all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
-
-
 def check(config: ModelConfig, tokens: Sequence[int]) -> None:
     """RequestError if so many tokens are more than fit, in rows that are half empty."""
-    needed, free = 3 * tokens[-1] * token_bytes(config, DTYPE), psutil.virtual_memory().available
+    needed = 3 * tokens[-1] * config.kv_bytes(DTYPE.itemsize)
+    free = psutil.virtual_memory().available
     if needed > free:
         raise RequestError(
             f"--tokens {tokens[-1]}: rows for as many take up to {needed / 1e9:.1f} GB, and "
@@ -155,7 +151,7 @@ def measure(
     """Bytes of each cache at each number of tokens held, and how they grow."""
     longest = min(LONGEST, config.max_positions)
     lengths = lengths_of(tokens[-1], longest)
-    each = token_bytes(config, DTYPE)
+    each = config.kv_bytes(DTYPE.itemsize)
     rows = [{"tokens": count, "predicted_bytes": count * each} for count in tokens]
     for name, kind in CACHES.items():
         found = _fill(kind, config, lengths, longest, tokens, resident)

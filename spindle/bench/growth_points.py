@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from spindle.bench.growth_memory import token_bytes
 from spindle.bench.latency import GREEDY
 from spindle.bench.levers import Stage
 from spindle.bench.parts import ATTENTION, weight_bytes
@@ -46,7 +45,7 @@ class Work(NamedTuple):
 def step_work(model: Model, rows: int, keys: float) -> Work:
     """A decode step of rows that see `keys` keys each: weights once, a row's K/V for itself."""
     weights = bytes_per_token(model.config, model.dtype)
-    kv = rows * keys * token_bytes(model.config, model.dtype)
+    kv = rows * keys * model.config.kv_bytes(model.dtype.itemsize)
     products = 2 * (_layer_factors(model) + _head_factors(model)) + keys * _key_flops(model.config)
     return Work(weights + kv, rows * products)
 
@@ -55,7 +54,7 @@ def prefill_work(model: Model, tokens: int, chunk: int) -> Work:
     """A prompt in chunks: each reads the layers, and the keys that there are by then; one head."""
     weights, head = bytes_per_token(model.config, model.dtype), weight_bytes(_head(model))
     ends = [min(at + chunk, tokens) for at in range(0, tokens, chunk)]
-    kv = sum(ends) * token_bytes(model.config, model.dtype)
+    kv = sum(ends) * model.config.kv_bytes(model.dtype.itemsize)
     products = 2 * (tokens * _layer_factors(model) + _head_factors(model))
     flops = products + attention_work(model, tokens).flops
     return Work(len(ends) * (weights - head) + head + kv, flops)
@@ -120,8 +119,7 @@ class DecodePoint(Point):
         prompt = ids[: len(ids) - new + 1]
         engine = Engine(model, self.context)
         engine.reserve(self.context)
-        if graphs.recorder_for(model) is not None:
-            graphs.enable(engine)
+        graphs.enable_if_free(engine)
         first = engine.begin([prompt], GREEDY).clone()
         engine.step(first)  # recorded, if it is; threads, and what is built on first use
         self._stage = Stage("", None, engine, first, [len(prompt)])

@@ -259,9 +259,8 @@ def token_bytes(model: Model, prompt: int, new: int) -> dict[str, int]:
 
     The steps of an answer see prompt + 1 .. prompt + new - 1 tokens, each token itself included.
     """
-    c, weights = model.config, peers.bytes_per_token(model.config, model.dtype)
-    each = 2 * c.num_layers * c.num_kv_heads * c.head_dim * model.dtype.itemsize
-    kv = each * (2 * prompt + new) // 2
+    weights = peers.bytes_per_token(model.config, model.dtype)
+    kv = model.config.kv_bytes(model.dtype.itemsize) * (2 * prompt + new) // 2
     return {"weights": weights, "kv": kv, "token": weights + kv}
 
 

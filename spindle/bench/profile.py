@@ -106,9 +106,7 @@ def check(
     config: ModelConfig, rows: Sequence[int], context: int | None, new: int, repeat: int
 ) -> None:
     """RequestError for numbers that cannot be."""
-    if emulate.enabled():
-        words = "SPINDLE_EMULATE=1: the emulator's times say nothing of any machine"
-        raise RequestError(f"{words}; expected it to be unset")
+    check_not_emulated()
     for count in rows:
         if not 1 <= count <= 256:
             raise RequestError(f"--rows {count}: expected 1 to 256")
@@ -121,6 +119,13 @@ def check(
     room = config.max_positions - new
     if context is not None and not 1 <= context <= room:
         raise RequestError(f"--context {context}: expected 1 to {room} (what leaves room for new)")
+
+
+def check_not_emulated() -> None:
+    """RequestError where the emulator is what would be timed."""
+    if emulate.enabled():
+        words = "SPINDLE_EMULATE=1: the emulator's times say nothing of any machine"
+        raise RequestError(f"{words}; expected it to be unset")
 
 
 def profile(

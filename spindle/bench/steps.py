@@ -201,8 +201,8 @@ class EngineJob(Job):
         most = len(self.prompts[0]) + self.new
         self._engine, self._plain = Engine(model, most), Engine(model, most)
         self._engine.reserve(most)
-        if recorded and graphs.recorder_for(model) is not None:
-            graphs.enable(self._engine)
+        if recorded:
+            graphs.enable_if_free(self._engine)
 
     def begin(self, counted: bool = False) -> Step:
         """Run the prompt, and its first token."""

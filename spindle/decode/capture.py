@@ -14,6 +14,7 @@ workspaces: that a GPU alone shows.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -70,6 +71,12 @@ class Launch(NamedTuple):
         for kept, new in zip(self.outputs, made, strict=True):
             if kept is not None:
                 kept.copy_(new)
+
+    def timed(self) -> list[tuple[str, float]]:
+        """The same; returns the operation's name, and how many seconds it took."""
+        start = time.perf_counter()
+        self.run()
+        return [(str(self.func), time.perf_counter() - start)]
 
 
 class Recording(Log):

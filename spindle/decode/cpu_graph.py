@@ -9,7 +9,6 @@ them, torch does again.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -38,7 +37,7 @@ class CpuGraph(Recording):
     def __init__(self) -> None:
         super().__init__()
         self._noted: dict[int, _Noted] = {}  # launches that are native calls alone, by number
-        self._parts: list[Program | _Torch] = []
+        self._parts: list[Program | Launch] = []
         self._held: list[object] = []  # what the programs point at
 
     @torch.inference_mode()
@@ -62,7 +61,7 @@ class CpuGraph(Recording):
                 calls = [call for n in numbers for call in self._noted[n].calls]
                 self._parts.append(Program(calls, moved))
             else:
-                self._parts.extend(_Torch(self._calls[n]) for n in numbers)
+                self._parts.extend(self._calls[n] for n in numbers)
         used = {key: home for its in self._noted.values() for key, home in its.storages.items()}
         self._held = [buffer, *(home for key, home in used.items() if key not in private)]
         self._calls, self._noted, self.ops = [], {}, []
@@ -112,20 +111,6 @@ class _Noted(NamedTuple):
     def is_whole(self) -> bool:
         """Whether they point at nothing else: the op may have made a copy, which is gone by now."""
         return all(self.key_of(pointer) is not None for pointer in self.pointers)
-
-
-class _Torch(NamedTuple):
-    """A launch that torch does again."""
-
-    launch: Launch
-
-    def run(self) -> None:
-        self.launch.run()
-
-    def timed(self) -> list[tuple[str, float]]:
-        start = time.perf_counter()
-        self.launch.run()
-        return [(str(self.launch.func), time.perf_counter() - start)]
 
 
 def _moved(noted: dict[int, _Noted], private: set[int]) -> tuple[dict[int, int], Tensor]:

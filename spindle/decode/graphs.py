@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -76,23 +77,24 @@ def enable_if_free(engine: Engine) -> Engine:
 
 def recorder_for(model: Model) -> Recorder | None:
     """What records steps of this model; None where nothing does (`why_none`)."""
-    if model.device.type == "cuda":
-        return cuda_graph
-    return None if why_none(model) else cpu_graph
+    if why_none(model):
+        return None
+    return cuda_graph if model.device.type == "cuda" else cpu_graph
 
 
 def why_none(model: Model) -> str:
     """Why steps of this model are not recorded, in words; "" if they are."""
     kind = model.device.type
-    if kind not in ("cpu", "cuda"):
+    if kind == "cuda":
+        return ""
+    if kind != "cpu":
         return f"nothing is recorded on a {kind}"
-    if kind == "cpu" and emulate.enabled():
+    if emulate.enabled():
         return "SPINDLE_EMULATE=1 has the CUDA sources in place of native code"
-    if kind == "cpu" and model.dtype != torch.float32:
-        return f"native code is for float32, and the model is {str(model.dtype)[6:]}"
-    if kind == "cpu" and not native.available():
-        return f"there is no native code ({native.why_not()})"
-    return ""
+    if model.dtype != torch.float32:
+        dtype = str(model.dtype).removeprefix("torch.")
+        return f"native code is for float32, and the model is {dtype}"
+    return "" if native.available() else f"there is no native code ({native.why_not()})"
 
 
 def cuda_graph(step: Recordable) -> Replay:
@@ -101,21 +103,30 @@ def cuda_graph(step: Recordable) -> Replay:
     To capture is not to run. But what a first run does besides, building a kernel or making room
     for a library, cannot be captured: so the step is run before, on a stream of its own.
     """
-    before = [tensor.clone() for tensor in step.state()]
-    device = before[0].device
+    device = step.state()[0].device
     with torch.cuda.device(device):
         here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
         aside.wait_stream(here)
         with torch.cuda.stream(aside):
             for _ in range(WARM_UPS):
-                step.run()
-                for tensor, value in zip(step.state(), before, strict=True):
-                    tensor.copy_(value)
+                with _state_kept(step):
+                    step.run()
         here.wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=_pool(device)):
             step.run()
     return graph.replay
+
+
+@contextmanager
+def _state_kept(step: Recordable) -> Iterator[None]:
+    """What the step has in `state` is afterwards as it was, also if it fails."""
+    before = [tensor.clone() for tensor in step.state()]
+    try:
+        yield
+    finally:
+        for tensor, value in zip(step.state(), before, strict=True):
+            tensor.copy_(value)
 
 
 def _pool(device: torch.device) -> Any:
@@ -138,14 +149,9 @@ def cpu_graph(step: Recordable) -> Replay:
     To record is to run: so the slots that the step writes to hold that run's keys and values, until
     the first replay writes to the same ones.
     """
-    before = [tensor.clone() for tensor in step.state()]
     graph = CpuGraph()
-    try:
-        with torch.inference_mode(), graph:
-            step.forward()
-    finally:
-        for tensor, value in zip(step.state(), before, strict=True):
-            tensor.copy_(value)
+    with _state_kept(step), torch.inference_mode(), graph:
+        step.forward()
     graph.seal()
 
     def replay() -> None:

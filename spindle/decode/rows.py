@@ -294,9 +294,7 @@ class StaticRows:
         try:
             self._kv = StaticKV(model.config, rows, capacity, model.dtype, model.device)
         except RuntimeError as cause:  # torch has no narrower one for a CPU
-            c = model.config
-            item = torch.empty(0, dtype=model.dtype).element_size()
-            size = 2 * c.num_layers * rows * capacity * c.num_kv_heads * c.head_dim * item
+            size = rows * capacity * model.config.kv_bytes(model.dtype.itemsize)
             raise RequestError(
                 f"no memory for {rows} rows of {capacity} tokens: {size / 1e9:.1f} GB of keys and "
                 "values; lower max_seq_len"

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from spindle.kernels import build
+from spindle.kernels.room import Room
 
 PANEL = 32  # outputs side by side, as in cpu.cpp
 _POINTER, _LENGTH = ctypes.c_void_p, ctypes.c_int64
@@ -101,12 +102,16 @@ def takes(x: Tensor) -> bool:
     return x.dtype == torch.float32 and x.device.type == "cpu" and available()
 
 
-def to_panels(weight: Tensor, panels: Tensor | None = None) -> Tensor:
-    """weight [N, K] of float32 or int8 -> panels [ceil(N / 32), K, 32], a copy, made or given."""
+def panels_for(N: int, K: int, dtype: torch.dtype, room: Room | None = None) -> Tensor:
+    """Where a weight [N, K] is to lie in panels [ceil(N / 32), K, 32]; uninitialised."""
+    shape = (-(-N // PANEL), K, PANEL)
+    return torch.empty(shape, dtype=dtype) if room is None else room.empty(shape, dtype)
+
+
+def to_panels(weight: Tensor, room: Room | None = None) -> Tensor:
+    """weight [N, K] of float32 or int8 -> its panels, a copy, in a room or by themselves."""
     N, K = weight.shape
-    weight = weight.contiguous()
-    if panels is None:
-        panels = weight.new_empty(-(-N // PANEL), K, PANEL)
+    weight, panels = weight.contiguous(), panels_for(N, K, weight.dtype, room)
     form = "int8_pack" if weight.dtype == torch.int8 else "pack"
     _call(form, (weight.data_ptr(), panels.data_ptr()), N, K)
     return panels

@@ -88,19 +88,11 @@ def pack(
         plain = weight.clone(memory_format=torch.contiguous_format)
         return Weight(weight.shape, bias, plain=plain)
     if native.available():
-        panels = _room_for(weight, weight.dtype, room)
-        return Weight(weight.shape, bias, panels=native.to_panels(weight, panels))
+        return Weight(weight.shape, bias, panels=native.to_panels(weight, room))
     blocks = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
     result = Weight(weight.shape, bias, onednn=blocks)
     result.min_rows = _min_rows(result)
     return result
-
-
-def _room_for(weight: Tensor, dtype: torch.dtype, room: Room | None) -> Tensor:
-    """Where this weight's panels are to lie."""
-    N, K = weight.shape
-    shape = (-(-N // native.PANEL), K, native.PANEL)
-    return torch.empty(shape, dtype=dtype) if room is None else room.empty(shape, dtype)
 
 
 def _pack_int8(weight: Tensor, bias: Tensor | None, room: Room | None) -> Weight:
@@ -110,7 +102,7 @@ def _pack_int8(weight: Tensor, bias: Tensor | None, room: Room | None) -> Weight
     if panel is None:
         held = torch.empty(N, K, dtype=torch.int8, device=weight.device)
     else:
-        held = _room_for(weight, torch.int8, room)
+        held = native.panels_for(N, K, torch.int8, room)
     scale = torch.empty(N, dtype=torch.float32, device=weight.device)
     step = max(1, PART // (K * native.PANEL)) * native.PANEL
     for start in range(0, N, step):

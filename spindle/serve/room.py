@@ -34,9 +34,7 @@ def check_memory(model: Model, num_blocks: int, host_blocks: int, block_size: in
 
 
 def _block_bytes(model: Model, block_size: int) -> int:
-    c = model.config
-    element = torch.empty(0, dtype=model.dtype).element_size()
-    return 2 * c.num_layers * block_size * c.num_kv_heads * c.head_dim * element
+    return block_size * model.config.kv_bytes(model.dtype.itemsize)
 
 
 def _free_bytes(device: torch.device) -> int:
