@@ -344,6 +344,20 @@ def test_what_another_clock_has_timed_is_noted_once():
     assert Noted(7, 1, 0, 1).corrected(CallCost(1, 1)) == 7
 
 
+def test_what_timing_took_is_nobodys():
+    clock = HandClock()
+    spans = Spans(clock)
+
+    class Here:
+        def box():
+            clock.now += 10
+            spans.leave_out(4)
+
+    with wrapped([Place(Here, "box", "b", False)], spans.wrap):
+        Here.box()
+    assert spans.take() == {"b": Noted(6, 1, 0)}
+
+
 def test_a_step_is_the_middle_of_its_turns_and_the_mean_of_its_kind():
     """Two steps, five turns: of each the fastest and the slowest turn fall out."""
     turns = [[1.0, 20.0], [99.0, 10.0], [2.0, 10.0], [3.0, 99.0], [0.0, 0.0]]

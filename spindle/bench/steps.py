@@ -54,8 +54,11 @@ class Timed:
         self.noted.append([])
 
         def replay(graph: CpuGraph) -> None:
+            start, took = self._clock(), 0.0
             for part, seconds in replayed(graph.timed()):
                 spans.note(part, seconds)
+                took += seconds
+            spans.leave_out(max(0.0, self._clock() - start - took))  # to make the list, and this
 
         with wrapped(self._places, spans.wrap), patch.object(CpuGraph, "replay", replay):
             root = spans.wrap(Place(None, "", REST, whole=False), step)
