@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from spindle.errors import SpindleError
 
 if TYPE_CHECKING:  # the same names, where type checkers and editors look for them
-    from spindle.decode import graphs
+    from spindle.decode import graphs, speculative
     from spindle.decode.engine import Engine
     from spindle.decode.sampling import SamplingParams
     from spindle.model.weights import load_hf
@@ -26,6 +26,7 @@ __all__ = [
     "Tokenizer",
     "graphs",
     "load_hf",
+    "speculative",
 ]
 
 _HOMES = {
@@ -36,6 +37,7 @@ _HOMES = {
     "Tokenizer": "spindle.tokenizer",
     "graphs": "spindle.decode.graphs",
     "load_hf": "spindle.model.weights",
+    "speculative": "spindle.decode.speculative",
 }
 
 

@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from spindle.chat_template import ChatTemplates
-from spindle.cli import INTERRUPTED, sampling_params, say, show_stream
+from spindle.cli import INTERRUPTED, drafted, sampling_params, say, show_stream
 from spindle.decode import graphs
 from spindle.decode.engine import Engine
 from spindle.decode.params import SamplingParams
+from spindle.decode.stream import Streams
 from spindle.decode.text import TextStream, stream_text
 from spindle.errors import RequestError, TokenizerError
 from spindle.hub import known_models, resolve
@@ -48,7 +49,7 @@ class Conversation:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Streams,
         tokenizer: Tokenizer,
         params: SamplingParams,
         system: str | None = None,
@@ -100,7 +101,7 @@ def converse(args: argparse.Namespace) -> int:
     probe = {"role": "user", "content": "Hello"}  # a template or a system that it refuses
     tokenizer.encode_chat([*opening(args.system), probe])  # is refused before weights are read
     model = load_hf(directory, args.device, args.dtype, args.quantize)
-    engine = graphs.enable_if_free(Engine(model, args.max_seq_len))
+    engine = drafted(graphs.enable_if_free(Engine(model, args.max_seq_len)), args)
     conversation = Conversation(engine, tokenizer, params, args.system)
     if not sys.stdin.isatty():
         return at_a_pipe(conversation, piped_lines(), args.quiet)

@@ -26,9 +26,11 @@ from spindle.bench import BENCHES
 from spindle.errors import RequestError, SpindleError
 
 if TYPE_CHECKING:
+    from spindle.decode.engine import Engine
     from spindle.decode.logprobs import Logprob
     from spindle.decode.params import SamplingParams
     from spindle.decode.stats import Stats
+    from spindle.decode.stream import Streams
     from spindle.decode.text import TextStream
     from spindle.serve.outputs import Completion
     from spindle.tokenizer import Tokenizer
@@ -49,6 +51,7 @@ GENERATE_EXAMPLES = r"""examples:
   spindle generate -p "A list is" -p "A tuple is" -p "A set is" -n 32
   printf 'Once upon a time' | spindle generate -m smollm2 -p - -n 100 > story.txt
   spindle generate -m path/to/checkpoint -p "Hello" --json | python -m json.tool
+  spindle generate -m smollm2 -p "Repeat: to be or not to be, that is the question" --ngram
   spindle generate -p "def area(" --stop $'\n\n' --stop "def "
 
 A stop string is taken as it is: a backslash is a backslash, and $'\n' is the shell's newline.
@@ -182,6 +185,13 @@ def _sampling_options() -> argparse.ArgumentParser:
     add("--dtype", default="auto", help="auto, float32, bfloat16, float16 or float64")
     about = "int8: weights of linear layers in 8 bits, a quarter of the memory of float32"
     add("--quantize", choices=("int8",), help=about)
+    drafts = parser.add_mutually_exclusive_group()
+    about = "draft tokens with a smaller model, for one pass to check; int8: with the model's own "
+    about += "weights in 8 bits"
+    drafts.add_argument("--draft", metavar="MODEL", help=about)
+    about = "draft what followed the last time that the text ended like this"
+    drafts.add_argument("--ngram", action="store_true", help=about)
+    add("-k", type=int, metavar="N", help="drafts a pass, at most (default: 5)")
     add("--max-seq-len", type=int, metavar="N", help="prompt and answer together, in tokens")
     add("-q", "--quiet", "--no-stats", action="store_true", help="no line of stats on stderr")
     return parser
@@ -272,6 +282,34 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
         raise RequestError(_in_options(str(error))) from None
 
 
+def speculation(args: argparse.Namespace) -> tuple[str | None, int]:
+    """What drafts, and how many tokens a pass. RequestError: -k without it, or out of range.
+
+    ModelNotFound: there is no such draft model.
+    """
+    from spindle import hub
+    from spindle.decode.pace import check_k
+
+    drafter = "ngram" if args.ngram else args.draft
+    if args.k is not None and drafter is None:
+        raise RequestError("-k: it counts drafts; expected --ngram or --draft MODEL with it")
+    if drafter not in (None, "ngram", "int8"):
+        hub.resolve(drafter)
+    try:
+        return drafter, 5 if args.k is None else check_k(args.k)
+    except RequestError as error:
+        raise RequestError(f"-{error}") from None
+
+
+def drafted(engine: Engine, args: argparse.Namespace) -> Streams:
+    """The engine, with the drafter that the options ask for."""
+    from spindle.decode import speculative
+
+    name, k = speculation(args)
+    drafter = speculative.drafter_for(name, engine.model)
+    return engine if drafter is None else speculative.Speculator(engine, drafter, k)
+
+
 def _in_options(message: str) -> str:
     """A refusal of SamplingParams in the words of the command line."""
     names = {"n": "samples", "max_tokens": "max-new-tokens", "stop_token_ids": "stop-token-id"}
@@ -290,6 +328,7 @@ def generate(args: argparse.Namespace) -> int:
     if hasattr(args, "logprobs") and not args.json:
         raise RequestError("--logprobs: they are part of the JSON object; expected --json with it")
     params = sampling_params(args)  # refused before anything is loaded
+    speculation(args)
     if len(prompts) > 1:
         from spindle import together
 
@@ -304,7 +343,7 @@ def generate(args: argparse.Namespace) -> int:
     tokenizer = Tokenizer(directory)
     ids = tokenizer.encode(prompt)
     model = load_hf(directory, args.device, args.dtype, args.quantize)
-    engine = graphs.enable_if_free(Engine(model, args.max_seq_len))
+    engine = drafted(graphs.enable_if_free(Engine(model, args.max_seq_len)), args)
     shown: list[TextStream] = []
     try:
         for stream in stream_texts(engine, tokenizer, ids, params):

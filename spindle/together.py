@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from spindle import cli
+from spindle.decode.stats import Speculation
 from spindle.errors import RequestError
 from spindle.serve.interrupts import held_back
 
@@ -29,7 +30,10 @@ def generate(args: argparse.Namespace, prompts: Sequence[str], params: SamplingP
     from spindle.serve.llm import LLM
 
     seqs = max(32, params.samples)  # LLM's own default, or room for one prompt's answers
-    options = {"max_seqs": seqs, "max_batch_tokens": 16 * seqs, "max_model_len": args.max_seq_len}
+    speculate, k = cli.speculation(args)
+    rows = seqs * max(16, 1 + k)
+    options = {"max_seqs": seqs, "max_batch_tokens": rows, "max_model_len": args.max_seq_len}
+    options |= {"speculate": speculate, "k": k}
     where = {"device": args.device, "dtype": args.dtype, "quantize": args.quantize}
     llm = LLM(args.model, **where, **options)
     start = time.perf_counter()
@@ -105,13 +109,16 @@ def _stats(output: RequestOutput) -> dict[str, Any]:
     since = {
         f"{name}_ms": None if at is None else (at - m.arrival) * 1e3 for name, at in times.items()
     }
-    return since | {"preemptions": m.preemptions, "cached_tokens": m.cached_tokens}
+    drafts = {} if m.speculation is None else {"speculation": m.speculation.as_dict()}
+    return since | {"preemptions": m.preemptions, "cached_tokens": m.cached_tokens} | drafts
 
 
 def _summary(outputs: Sequence[RequestOutput], seconds: float) -> str:
     new = sum(len(one.token_ids) for output in outputs for one in output.outputs)
     asked = sum(len(output.prompt_ids) for output in outputs)
+    speculation = Speculation.total(output.metrics.speculation for output in outputs)
+    drafts = "" if speculation is None else f" · {speculation.summary()}"
     return (
         f"{new} tokens after {len(outputs)} prompts of {asked} · "
-        f"{seconds:.2f} s · {new / seconds:.1f} tok/s"
+        f"{seconds:.2f} s · {new / seconds:.1f} tok/s{drafts}"
     )

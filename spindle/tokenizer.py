@@ -80,6 +80,10 @@ class Tokenizer:
         pieces = [self._spell(token, n == 0) for n, token in enumerate(visible)]
         return b"".join(pieces).decode("utf-8", errors="replace")
 
+    def same_tokens(self, other: "Tokenizer") -> bool:
+        """Whether both give every token the same id."""
+        return self._library.get_vocab() == other._library.get_vocab()
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

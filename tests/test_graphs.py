@@ -396,7 +396,7 @@ def paged_step(name, device="cpu", rows=4, width=16, model=None):
     params = [SamplingParams(seed=n, top_k=5, top_p=0.9) for n in range(rows)]
     sampling = SamplingRows.of(params, device)
     sampling = type(sampling)(**{**vars(sampling), "fixed_shapes": True})
-    return PagedStep(model, kv, sampling, width)
+    return PagedStep(model, kv, rows, sampling, width)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

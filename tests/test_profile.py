@@ -208,9 +208,9 @@ def test_weights_are_the_models_own_count_however_many_rows(name):
 def test_bytes_of_a_weight_in_each_form():
     """17 outputs of 5: panels have room for 32, which need not be read."""
     plain, bias = torch.randn(17, 5), torch.zeros(17)
-    assert parts.weight_bytes(kernels.Weight((17, 5), plain=plain)) == 4 * 85
-    assert parts.weight_bytes(kernels.pack(plain, bias)) == 4 * 85 + 4 * 17
-    assert parts.weight_bytes(kernels.pack(plain, bias, "int8")) == 85 + 4 * 17 + 4 * 17
+    assert kernels.Weight((17, 5), plain=plain).nbytes == 4 * 85
+    assert kernels.pack(plain, bias).nbytes == 4 * 85 + 4 * 17
+    assert kernels.pack(plain, bias, "int8").nbytes == 85 + 4 * 17 + 4 * 17
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -98,7 +98,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("kernels", "kvcache", "model", "hub", "tokenizer"),
         *("decode.sampling", "decode.stats", "decode.graphs", "decode.speculative"),
         *("decode.params", "decode.penalties", "decode.logprobs", "decode.detokenize"),
-        "decode.beam",
+        *("decode.beam", "decode.drafters", "decode.pace"),
     ),
     "server": ("serve",),
     "batch": ("serve",),

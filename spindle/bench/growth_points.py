@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from spindle.bench.latency import GREEDY
 from spindle.bench.levers import Stage
-from spindle.bench.parts import ATTENTION, weight_bytes
+from spindle.bench.parts import ATTENTION
 from spindle.bench.peers.jobs import bytes_per_token
 from spindle.bench.spans import CallCost, Clock, Noted
 from spindle.bench.steps import Timed, middle, typical
@@ -52,7 +52,7 @@ def step_work(model: Model, rows: int, keys: float) -> Work:
 
 def prefill_work(model: Model, tokens: int, chunk: int) -> Work:
     """A prompt in chunks: each reads the layers, and the keys that there are by then; one head."""
-    weights, head = bytes_per_token(model.config, model.dtype), weight_bytes(_head(model))
+    weights, head = bytes_per_token(model.config, model.dtype), _head(model).nbytes
     ends = [min(at + chunk, tokens) for at in range(0, tokens, chunk)]
     kv = sum(ends) * model.config.kv_bytes(model.dtype.itemsize)
     products = 2 * (tokens * _layer_factors(model) + _head_factors(model))

@@ -92,7 +92,8 @@ def _around() -> list[Place]:
         Place(recorded, "sampling_rows", SAMPLING),
         Place(runner, "sample", SAMPLING),
         Place(runner, "sampling_rows", SAMPLING),
-        *(Place(scheduler.Scheduler, name, SCHEDULER) for name in ("schedule", "commit")),
+        Place(scheduler.Scheduler, "schedule", SCHEDULER),
+        Place(scheduler.Scheduler, "commit", SCHEDULER, whole=False),  # tokens are read in it
         *(Place(detokenize.AnswerText, name, TEXT) for name in ("push", "flush")),
     ]
 
@@ -141,24 +142,17 @@ def moved_bytes(config: ModelConfig, place: Place, args: tuple, out: Any) -> int
     """Bytes that a call reads and writes at least; its step gives each sequence one token."""
     given, made = tensors_of(args), tensors_of(out)
     weights = [x for x in leaves(args) if isinstance(x, Weight)]
-    total = _nbytes(given) + _nbytes(made) + sum(map(weight_bytes, weights))
+    total = _nbytes(given) + _nbytes(made) + sum(weight.nbytes for weight in weights)
     if place.part == ATTENTION:
         view, _, q, _ = args
         total += 2 * config.num_kv_heads * config.head_dim * q.dtype.itemsize * _seen(view)
     elif place.part == WRITES:
         total += _nbytes(given)
     elif place.part == HEAD:  # logits(model, hidden)
-        total += weight_bytes(args[0].head)
+        total += args[0].head.nbytes
     elif place.part == ROPE:  # turned in place; the angles are looked up in a table
         total += _nbytes(given[:2] if place.name == "rope" else made)
     return total
-
-
-def weight_bytes(weight: Weight) -> int:
-    """Bytes of a weight, its scales and its bias, without what its layout adds."""
-    itemsize = weight.dtype.itemsize if weight.int8 is None else 1
-    beside = [x for x in (weight.scale, weight.bias) if x is not None]
-    return math.prod(weight.shape) * itemsize + _nbytes(beside)
 
 
 def flops(config: ModelConfig, place: Place, args: tuple) -> int:

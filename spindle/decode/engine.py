@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from contextlib import contextmanager
+from dataclasses import fields, replace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from spindle.decode.logprobs import TokenLogprobs, logprob_table, token_logprobs
+from spindle.decode.logprobs import TokenLogprobs, logprob_table
 from spindle.decode.params import SamplingParams
 from spindle.decode.penalties import Prefix
 from spindle.decode.rows import StaticRows
+from spindle.decode.run import Run
 from spindle.decode.sampling import SamplingRows
 from spindle.decode.stats import Stats, StepTimes
 from spindle.decode.stream import Answer, Stream
@@ -22,6 +24,7 @@ from spindle.model.layers import Model
 # max_new_tokens, `answers` and `stream_text` have these.
 ELSEWHERE = ("max_tokens", "n", "best_of", "stop")
 OPTIONS = ["max_new_tokens", *(f.name for f in fields(SamplingParams) if f.name not in ELSEWHERE)]
+Tokens = Callable[[Run, list[int], Callable[[], Tensor]], Generator[int, None, None]]
 
 
 class Engine(StaticRows):
@@ -92,19 +95,15 @@ class Engine(StaticRows):
         One stream at a time: the prompt runs when the first token is asked for, and a stream that
         is unfinished when the engine is given anything else raises RequestError from then on.
         """
-        for name in sampling:
-            if name not in (*OPTIONS, "n", "best_of", "stop"):  # those are refused in better words
-                raise RequestError(f"{name}: no such option; expected one of {', '.join(OPTIONS)}")
-        try:
-            params = SamplingParams(max_tokens=max_new_tokens, **sampling)
-        except RequestError as error:  # in the words of the caller
-            raise RequestError(str(error).replace("max_tokens", "max_new_tokens")) from None
+        params = params_of(max_new_tokens, sampling)
         return self.stream_with(ids, params)
 
-    def stream_with(self, ids: Iterable[int], params: SamplingParams) -> Stream:
+    def stream_with(
+        self, ids: Iterable[int], params: SamplingParams, tokens: Tokens | None = None
+    ) -> Stream:
         """Like `stream`, for parameters that are made already. RequestError: for more answers."""
         self._check_single(params)
-        return next(self.streams(ids, params))
+        return next(self.streams(ids, params, tokens))
 
     def answers(self, ids: Iterable[int], params: SamplingParams) -> list[Answer]:
         """The `params.n` answers to a prompt, which is run once; each is what it is without others.
@@ -120,13 +119,18 @@ class Engine(StaticRows):
         best = sorted(answers, key=lambda answer: -answer.cumulative_logprob)[: params.n]
         return best if params.logprobs is not None else [replace(a, logprobs=None) for a in best]
 
-    def streams(self, ids: Iterable[int], params: SamplingParams) -> Iterator[Stream]:
+    def streams(
+        self, ids: Iterable[int], params: SamplingParams, tokens: Tokens | None = None
+    ) -> Iterator[Stream]:
         """The same answers as streams, one after another: each is run to its end, or closed, first.
 
-        The stats of each begin with its turn. RequestError, as `answers`, and for best_of > 1.
+        The stats of each begin with its turn. tokens: what makes a Run's ids, given the prompt and
+        a function that runs it and returns the logits [1, V] that follow; by default, a step a
+        token. RequestError, as `answers`, and for best_of > 1.
         """
         params.check_stream("answers")
         prompt, params = self._checked(ids), self._checked_params(params)
+        make = self._tokens if tokens is None else tokens
         held: list[
             tuple[int, Tensor]
         ] = []  # the rewinds so far, the logits [1, V] after the prompt
@@ -141,7 +145,7 @@ class Engine(StaticRows):
             return after_prompt
 
         runs = (self._run_of(prompt, params, sample) for sample in range(params.n))
-        return (Stream(self._tokens(r, prompt, start), r.stats, r.logprobs, prompt) for r in runs)
+        return (Stream(make(r, prompt, start), r.stats, r.logprobs, prompt) for r in runs)
 
     def _together(self, ids: Iterable[int], params: SamplingParams) -> list[Answer]:
         """All answers at once, each a row of the cache; those that have ended leave the steps."""
@@ -160,7 +164,7 @@ class Engine(StaticRows):
                 self.rewind(len(prompt))
         return [run.answer() for run in runs]
 
-    def _run_rows(self, runs: list[_Run], after_prompt: Tensor, sampling: SamplingRows) -> None:
+    def _run_rows(self, runs: list[Run], after_prompt: Tensor, sampling: SamplingRows) -> None:
         """Run to the ends. A recorded step keeps its number of rows: what they say is not heard."""
         live = list(runs)  # of row 0, row 1, ...
         for row in range(1, len(live)):
@@ -168,14 +172,14 @@ class Engine(StaticRows):
         tokens = self._draw(after_prompt.expand(len(live), -1), sampling)
         while True:
             self._take(tokens, live)
-            gone = [row for row, run in enumerate(live) if run.stats.finish_reason is not None]
+            gone = [row for row, run in enumerate(live) if run.ended]
             if len(gone) == len(live):
                 return
             if gone and not self.recorded:
                 tokens = self._without(gone, live)
             tokens = self._timed_step(tokens, live[0])
 
-    def _without(self, gone: list[int], live: list[_Run]) -> Tensor:
+    def _without(self, gone: list[int], live: list[Run]) -> Tensor:
         """Take rows out: the last ones move to where they were. Returns the tokens [R] left."""
         step, order = self._drawn(), list(range(len(live)))
         for row in reversed(gone):
@@ -189,14 +193,15 @@ class Engine(StaticRows):
 
     def _run_of(
         self, prompt: list[int], params: SamplingParams, sample: int, steps: StepTimes | None = None
-    ) -> _Run:
+    ) -> Run:
         assert params.seed is not None
         room = self.max_seq_len - len(prompt)
         limit = room if params.max_tokens is None else min(room, params.max_tokens)
         stats = Stats(len(prompt), params.seed, steps=steps or StepTimes(self.model.device))
         if limit == 0:
             stats.finish_reason = "length"
-        return _Run(params, sample, limit, stats, None if params.logprobs is None else [])
+        records: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        return Run(params, sample, limit, self.model.config.eos_ids, stats, records)
 
     def _sampling(
         self, params: Sequence[SamplingParams], samples: Sequence[int], prompts: Sequence[list[int]]
@@ -206,7 +211,7 @@ class Engine(StaticRows):
         return SamplingRows.of(params, self.model.device, samples, prefixes, *of_model)
 
     def _tokens(
-        self, run: _Run, prompt: list[int], start: Callable[[], Tensor]
+        self, run: Run, prompt: list[int], start: Callable[[], Tensor]
     ) -> Generator[int, None, None]:
         """The answer's ids; `start` runs the prompt and gives the logits [1, V] that follow it."""
         if run.limit == 0:
@@ -214,61 +219,48 @@ class Engine(StaticRows):
         sampling = self._sampling([run.params], [run.sample], [prompt])
         tokens = self._draw(start(), sampling)
         while True:
-            changes = self.changes
             self._take(tokens, [run])
-            yield run.token_ids[-1]
-            if run.stats.finish_reason is not None:
+            with self.alone(run):
+                yield run.token_ids[-1]
+            if run.ended:
                 return
-            if self.changes != changes:
-                raise RequestError(
-                    "the engine was given other tokens before this stream had ended; one stream "
-                    "at a time, or an engine each"
-                )
             tokens = self._timed_step(tokens, run)
 
-    def _timed_step(self, tokens: Tensor, run: _Run) -> Tensor:
+    @contextmanager
+    def alone(self, run: Run) -> Iterator[None]:
+        """RequestError, after the block, if it gave the engine other tokens and the run goes on."""
+        changes = self.changes
+        yield
+        if self.changes != changes and not run.ended:
+            raise RequestError(
+                "the engine was given other tokens before this stream had ended; one stream "
+                "at a time, or an engine each"
+            )
+
+    def _timed_step(self, tokens: Tensor, run: Run) -> Tensor:
+        with self.timed(run):
+            return self.step(tokens)
+
+    @contextmanager
+    def timed(self, run: Run) -> Iterator[None]:
+        """Steps of this block are timed in the stats of the run."""
         self.times = run.stats.steps
         try:
-            return self.step(tokens)
+            yield
         finally:
             self.times = None
 
-    def _take(self, tokens: Tensor, runs: list[_Run]) -> None:
+    def _take(self, tokens: Tensor, runs: list[Run]) -> None:
         """Read the tokens [R] that were drawn, with their log-probabilities if asked for."""
         k = runs[0].params.logprobs
         columns = tokens[:, None, None] if k is None else logprob_table(self.logits, tokens, k)
         rows = columns.tolist()  # the one copy from the device
         for row, (run, values) in enumerate(zip(runs, rows, strict=True)):
-            if run.stats.finish_reason is not None:
+            if run.ended:
                 continue
-            token = int(values[0][0])
-            if token < 0:
-                self._refuse_logits(row)
-            if run.logprobs is not None:
-                run.logprobs.append(token_logprobs(values))
-            run.token_ids.append(token)
-            run.stats.record()
-            self._note_the_end(token, run)
-
-    def _note_the_end(self, token: int, run: _Run) -> None:
-        """Set the reasons if this token is the last: an EOS, a stop id, or as many as may be."""
-        stats, (ends, reason) = run.stats, run.params.end(token, self.model.config.eos_ids)
-        if ends:
-            stats.finish_reason, stats.stop_reason = "stop", reason
-        elif stats.new_tokens == run.limit:
-            stats.finish_reason = "length"
-
-    def _refuse_logits(self, row: int) -> NoReturn:
-        where = f"the logits for position {self.lengths[row]}"
-        if self.logits[row].amax().isfinite():
-            raise NumericsError(
-                f"{where} leave nothing to sample: only tokens that would end the answer are "
-                "possible, and min_tokens forbids them; lower min_tokens"
-            )
-        raise NumericsError(
-            f"{where} are no distribution (NaN, +inf, or all -inf); the weights or the dtype are "
-            "at fault"
-        )
+            if values[0][0] < 0:
+                refuse_logits(self.logits[row], self.lengths[row])
+            run.take(values)
 
     def _check_single(self, params: SamplingParams) -> None:
         params.check_stream("answers")
@@ -286,18 +278,26 @@ class Engine(StaticRows):
         return params.seeded()
 
 
-@dataclass(frozen=True)
-class _Run:
-    """One answer on its way: what was asked for, and the records that grow with it."""
+def refuse_logits(logits: Tensor, position: int) -> NoReturn:
+    """NumericsError: why no token could be sampled from logits [V] for this position."""
+    where = f"the logits for position {position}"
+    if logits.amax().isfinite():
+        raise NumericsError(
+            f"{where} leave nothing to sample: only tokens that would end the answer are "
+            "possible, and min_tokens forbids them; lower min_tokens"
+        )
+    raise NumericsError(
+        f"{where} are no distribution (NaN, +inf, or all -inf); the weights or the dtype are "
+        "at fault"
+    )
 
-    params: SamplingParams
-    sample: int  # which of the n answers
-    limit: int  # tokens at most
-    stats: Stats
-    logprobs: list[TokenLogprobs] | None
-    token_ids: list[int] = field(default_factory=list)
 
-    def answer(self) -> Answer:
-        """The answer, once it has ended."""
-        ends = self.stats.finish_reason, self.stats.stop_reason
-        return Answer(self.token_ids, self.logprobs, *ends, self.stats)
+def params_of(max_new_tokens: int | None, sampling: dict[str, Any]) -> SamplingParams:
+    """The parameters of one answer from keywords. RequestError: in the words of these."""
+    for name in sampling:
+        if name not in (*OPTIONS, "n", "best_of", "stop"):  # those are refused in better words
+            raise RequestError(f"{name}: no such option; expected one of {', '.join(OPTIONS)}")
+    try:
+        return SamplingParams(max_tokens=max_new_tokens, **sampling)
+    except RequestError as error:
+        raise RequestError(str(error).replace("max_tokens", "max_new_tokens")) from None

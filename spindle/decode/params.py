@@ -29,12 +29,16 @@ def check_prompt(ids: Iterable[int], vocab_size: int, most: int) -> list[int]:
     return prompt
 
 
-def check_count(name: str, value: object, least: int = 1, words: str = "") -> int:
+def check_count(
+    name: str, value: object, least: int = 1, words: str = "", most: int | None = None
+) -> int:
     """A whole number that an option must be; RequestError names it. `words`: what `least` is."""
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-        right = f"a whole number of {words or least} or more"
+    number = isinstance(value, Integral) and not isinstance(value, bool)
+    if not number or value < least or (most is not None and value > most):  # type: ignore[operator]
+        to = "or more" if most is None else f"to {most}"
+        right = f"a whole number of {words or least} {to}"
         raise RequestError(f"{name}={shown(value)}: expected {right}")
-    return int(value)
+    return int(value)  # type: ignore[call-overload]
 
 
 def check_real(name: str, value: object, low: float, high: float, right: str) -> float:

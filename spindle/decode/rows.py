@@ -117,11 +117,15 @@ class StaticRows:
                 f"length={length}: row {row} has stored {self.lengths[row]} tokens; expected 0 to "
                 "that many"
             )
-        self.changes += 1
         self._rewinds += 1
+        self.shorten(int(length), row)
+
+    def shorten(self, length: int, row: int = 0) -> None:
+        """`rewind` by one who gives up no more than the drafts that it appended itself."""
+        self.changes += 1
         with self._changing():
-            self.lengths[row] = int(length)
-            self.seq_lens[row] = self.lengths[row]
+            self.lengths[row] = length
+            self.seq_lens[row] = length
 
     def reserve(self, tokens: int) -> None:
         """Make the cache large enough for as many tokens a row now. RequestError: max_seq_len."""

@@ -22,13 +22,14 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from spindle.decode.params import SamplingParams
 from spindle.decode.penalties import MinTokens, Penalties, Prefix
 from spindle.kernels import native_sampling
 
-SAMPLE = 0  # the purpose of the draw that picks the next token
+SAMPLE, DRAFT, ACCEPT = 0, 1, 2  # what a number is for: the next token, a draft of it, its judge
 CANDIDATES = 256  # likeliest tokens of a row that are looked at first; then 16 times as many
 ALL = torch.iinfo(torch.int64).max  # the top_k of a row that keeps all
 EPS64 = torch.finfo(torch.float64).eps
@@ -132,6 +133,20 @@ class SamplingRows:
             of = _tensors(self.penalties)
             new["penalties"] = Penalties(**{name: x[which] for name, x in of.items()})
         return replace(self, **new)
+
+    def ahead(self, drafts: Tensor) -> SamplingRows:
+        """Of one row, the rows that come after none of these drafts [k], after one, ... -> k + 1.
+
+        What was counted for a row includes the drafts before it. A copy.
+        """
+        k = len(drafts)
+        rows = self.select(torch.zeros(k + 1, dtype=torch.int64, device=drafts.device))
+        if rows.min_tokens is not None:
+            rows.min_tokens.owed.sub_(torch.arange(k + 1, device=drafts.device))
+        if rows.penalties is not None:
+            gained = F.one_hot(drafts, rows.penalties.counts.shape[1]).cumsum(dim=0)  # [k, V]
+            rows.penalties.counts[1:] += gained
+        return rows
 
     def tensors(self) -> list[Tensor]:
         """All of them, those of what was counted too."""

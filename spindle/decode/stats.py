@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -28,15 +29,24 @@ class Stats:
         self.new_tokens = 0
         self.finish_reason: str | None = None  # "stop" | "length" | "abort" | "error", at the end
         self.stop_reason: int | str | None = None  # the stop id or string; None for an EOS
+        self.speculation: Speculation | None = None  # what became of drafts, where there are any
         self._clock = clock
         self._arrival = clock()
         self._events: list[tuple[float, int]] = []  # when, how many tokens at once
 
-    def record(self, tokens: int = 1) -> None:
-        """`tokens` tokens, one at least, have just arrived together."""
+    def record(self, tokens: int = 1, at: float | None = None) -> None:
+        """`tokens` tokens, one at least, have arrived together: just now, or at that time."""
         assert tokens >= 1, tokens
-        self._events.append((self._clock(), tokens))
+        if at is not None and self._events and self._events[-1][0] == at:
+            tokens_then = self._events.pop()[1]
+        else:
+            tokens_then, at = 0, self.now() if at is None else at
+        self._events.append((at, tokens_then + tokens))
         self.new_tokens += tokens
+
+    def now(self) -> float:
+        """The time on the clock of these stats, in seconds."""
+        return self._clock()
 
     @property
     def ttft_ms(self) -> float | None:
@@ -77,9 +87,15 @@ class Stats:
         """
         return self.steps.ms()[: self.new_tokens - 1] if self.steps and self.new_tokens else []
 
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Of the drafts that were judged, the share that was accepted; None without any."""
+        return None if self.speculation is None else self.speculation.acceptance_rate
+
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
         step_ms = self.step_ms
+        drafted = {} if self.speculation is None else {"speculation": self.speculation.as_dict()}
         return {
             "prompt_tokens": self.prompt_tokens,
             "new_tokens": self.new_tokens,
@@ -93,6 +109,7 @@ class Stats:
             "step_p99_ms": percentile(step_ms, 99),
             "tok_s": self.tok_s,
             "decode_tok_s": self.decode_tok_s,
+            **drafted,
         }
 
     def summary(self) -> str:
@@ -108,7 +125,78 @@ class Stats:
         step_ms = percentile(self.step_ms, 50)
         if step_ms is not None:
             parts.append(f"step p50 {step_ms:.1f} ms")
+        if self.speculation is not None:
+            parts.append(self.speculation.summary())
         return " · ".join(parts)
+
+
+@dataclass
+class Speculation:
+    """What became of one answer's drafts.
+
+    Of the drafts of a pass those are judged whose predecessors were all accepted: the first that is
+    rejected is the last. What the answer does not have counts as neither judged nor accepted, as
+    where it ends in the middle of an accepted run.
+    """
+
+    passes: int = 0  # of the target, after the prompt's
+    tokens: int = 0  # that they gave
+    proposed: int = 0  # drafts that went through the target
+    judged: int = 0
+    accepted: int = 0
+    draft_s: float = 0.0  # seconds spent on drafting
+    pass_s: float = 0.0  # and on the passes, and on judging
+
+    @staticmethod
+    def total(parts: Iterable[Speculation | None]) -> Speculation | None:
+        """The sum of several; None if there are none."""
+        there = [vars(part) for part in parts if part is not None]
+        names = [field.name for field in fields(Speculation)]
+        return Speculation(*(sum(one[name] for one in there) for name in names)) if there else None
+
+    def note(self, drafted: bool, accepted: bool) -> None:
+        """The answer gained a token, for which there was a draft or not, which it is or not."""
+        self.tokens += 1
+        self.judged += drafted
+        self.accepted += drafted and accepted
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Of the judged drafts, the share that was accepted (Leviathan et al. 2023, 3.1: alpha)."""
+        return self.accepted / self.judged if self.judged else None
+
+    @property
+    def tokens_per_pass(self) -> float | None:
+        """Tokens that a pass of the target gave, the prompt's left out."""
+        return self.tokens / self.passes if self.passes else None
+
+    @property
+    def draft_share(self) -> float | None:
+        """The share of the time after the prompt that went into drafting."""
+        total = self.draft_s + self.pass_s
+        return self.draft_s / total if total else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        return {
+            "passes": self.passes,
+            "tokens": self.tokens,
+            "proposed": self.proposed,
+            "judged": self.judged,
+            "accepted": self.accepted,
+            "acceptance_rate": self.acceptance_rate,
+            "tokens_per_pass": self.tokens_per_pass,
+            "draft_share": self.draft_share,
+        }
+
+    def summary(self) -> str:
+        """A few words for people."""
+        if self.acceptance_rate is None:
+            return "no drafts"
+        return (
+            f"{self.tokens_per_pass:.2f} tokens a pass, {self.acceptance_rate:.0%} of "
+            f"{self.judged} drafts accepted"
+        )
 
 
 class StepTimes:

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from spindle.decode.logprobs import TokenLogprobs
+from spindle.decode.params import SamplingParams
 from spindle.decode.stats import Stats
+
+
+class Streams(Protocol):
+    """What makes streams: an Engine, or a Speculator over one."""
+
+    @property
+    def max_seq_len(self) -> int:
+        """Prompt and answer together, in tokens."""
+
+    def stream_with(self, ids: Iterable[int], params: SamplingParams) -> Stream:
+        """One answer to a prompt."""
+
+    def streams(self, ids: Iterable[int], params: SamplingParams) -> Iterator[Stream]:
+        """`params.n` answers, one after another."""
 
 
 class Stream(Iterator[int]):

@@ -6,16 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from spindle.decode.detokenize import AnswerText
-from spindle.decode.engine import Engine
 from spindle.decode.logprobs import TokenLogprobs
 from spindle.decode.params import SamplingParams
 from spindle.decode.stats import Stats
-from spindle.decode.stream import Stream
+from spindle.decode.stream import Stream, Streams
 from spindle.tokenizer import Tokenizer
 
 
 def stream_text(
-    engine: Engine, tokenizer: Tokenizer, prompt: str | Sequence[int], params: SamplingParams
+    engine: Streams, tokenizer: Tokenizer, prompt: str | Sequence[int], params: SamplingParams
 ) -> TextStream:
     """The text that follows a prompt (a string, or its ids), piece by piece.
 
@@ -29,7 +28,7 @@ def stream_text(
 
 
 def stream_texts(
-    engine: Engine, tokenizer: Tokenizer, prompt: str | Sequence[int], params: SamplingParams
+    engine: Streams, tokenizer: Tokenizer, prompt: str | Sequence[int], params: SamplingParams
 ) -> Iterator[TextStream]:
     """The `params.n` answers to a prompt, one after another: each is run, or closed, in its turn.
 

@@ -18,6 +18,7 @@ product: right, and slower than without.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 
@@ -65,6 +66,13 @@ class Weight:
         """The tensors that it holds."""
         held = (self.plain, self.panels, self.onednn, self.int8, self.scale, self.bias)
         return [part for part in held if part is not None]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its numbers, its scales and its bias, without what a layout adds."""
+        itemsize = self.dtype.itemsize if self.int8 is None else 1
+        beside = [x for x in (self.scale, self.bias) if x is not None]
+        return math.prod(self.shape) * itemsize + sum(x.nbytes for x in beside)
 
 
 def pack(

@@ -21,7 +21,8 @@ class PagedKV:
     sequence may hold anything, NaN too. `host_blocks`: room in host memory for swapped sequences.
 
     Behind the pool's blocks is one more, `scratch`, which belongs to nobody: rows that only fill up
-    a step of a fixed size write there.
+    a step of a fixed size write there. `beside`: another model's cache, as large, whose blocks it
+    has: a block is the same tokens in both.
     """
 
     def __init__(
@@ -33,9 +34,13 @@ class PagedKV:
         device: torch.device | str = "cpu",
         host_blocks: int = 0,
         prefix_cache: bool = True,
+        beside: PagedKV | None = None,
     ) -> None:
-        self.pool = BlockPool(num_blocks, block_size, prefix_cache)
-        self.host = BlockPool(host_blocks, block_size, False) if host_blocks else None
+        if beside is None:
+            self.pool = BlockPool(num_blocks, block_size, prefix_cache)
+            self.host = BlockPool(host_blocks, block_size, False) if host_blocks else None
+        else:
+            self.pool, self.host = beside.pool, beside.host
         self.scratch = num_blocks
         heads = (config.num_kv_heads, config.head_dim)
         shape = (2, config.num_layers, num_blocks + 1, block_size, *heads)

@@ -9,6 +9,7 @@ when it is one op.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -49,6 +50,7 @@ class GPT2:
         ".attn.bias",
         ".attn.masked_bias",
     )  # causal masks that were saved along: no weights
+    directory: Path | None = None  # of the checkpoint
 
     def __init__(self, config: ModelConfig, source: Source) -> None:
         self.config = config

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -109,6 +110,12 @@ class Model(Protocol):
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
+    head: Weight
+    directory: Path | None  # of the checkpoint
+
+    @property
+    def layers(self) -> Sequence[Any]:
+        """The weights of each block."""
 
     def __call__(self, ids: Tensor, view: KVView) -> Tensor:
         """ids [T] -> hidden [T, E], after the final norm; writes keys and values to the view."""

@@ -9,6 +9,7 @@ on queries, keys and values; Qwen3 normalises the queries and keys of each head 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -39,6 +40,7 @@ class Llama:
 
     prefix: ClassVar = "model."
     buffers: ClassVar = ("rotary_emb.inv_freq",)  # saved by old versions; follows from config.json
+    directory: Path | None = None  # of the checkpoint
 
     def __init__(self, config: ModelConfig, source: Source) -> None:
         assert config.rope is not None

@@ -69,7 +69,9 @@ def load(
     checkpoint.check(wishes(config))
     if device.type == "cpu" and dtype == torch.float32:
         native_sampling.available()  # compiled now, if it must be, and not at the first token
-    return family(config, checkpoint.reader(dtype, device, quantize))
+    model = family(config, checkpoint.reader(dtype, device, quantize))
+    model.directory = directory
+    return model
 
 
 def check_quantize(quantize: str | None) -> None:

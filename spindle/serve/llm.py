@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
+from functools import partial
 from itertools import count
 from numbers import Integral
 from pathlib import Path
@@ -17,17 +18,21 @@ from tqdm import tqdm
 from spindle import hub
 from spindle.decode.beam import Beam
 from spindle.decode.detokenize import AnswerText
+from spindle.decode.drafters import Drafter, ModelDrafter
 from spindle.decode.graphs import Recorder, recorder_for, why_none
+from spindle.decode.pace import check_k
 from spindle.decode.params import SamplingParams, check_count, check_prompt, check_real
+from spindle.decode.speculative import drafter_for
 from spindle.errors import RequestError, shown
 from spindle.kvcache.blocks import BlockTable
 from spindle.kvcache.paged import PagedKV
 from spindle.model.layers import Model
 from spindle.model.weights import check_quantize, load_hf
 from spindle.serve.deltas import DeltaStream
+from spindle.serve.drafting import Drafting, ModelDrafting
 from spindle.serve.interrupts import held_back
 from spindle.serve.outputs import RequestOutput, output_of
-from spindle.serve.recorded import RecordedDecodes
+from spindle.serve.recorded import LARGEST, RecordedDecodes
 from spindle.serve.request import Request, Sequence
 from spindle.serve.room import check_memory, default_blocks
 from spindle.serve.runner import Output, Runner
@@ -44,8 +49,10 @@ class LLM:
     needed for text). quantize: None, or "int8", as `load_hf` takes it. num_blocks: by default room
     for max_seqs sequences of max_model_len tokens, within a quarter of the free memory. max_seqs
     sequences run at once, max_batch_tokens rows go through the model in a step. preemption "swap":
-    `host_blocks` of host memory, by default as many as num_blocks. graphs: replay steps in which
-    each sequence gets one token, instead of running them; by default where there is what does it.
+    `host_blocks` of host memory, by default as many as num_blocks. graphs: replay steps without
+    prompts, instead of running them; by default where there is what does it. speculate: what drafts
+    tokens, for a pass to look at k of them at most: "ngram", a draft model's name, "int8" for the
+    model's own weights in 8 bits, or a Drafter; adaptive_k: fewer where they are not accepted.
     trace: keep the last N plans. Raises RequestError for what cannot be. An LLM is for one thread
     at a time: whoever shares it among several holds a lock.
     """
@@ -68,6 +75,9 @@ class LLM:
         policy: str = "continuous",
         host_blocks: int | None = None,
         graphs: bool | Recorder | None = None,
+        speculate: str | Drafter | None = None,
+        k: int = 5,
+        adaptive_k: bool = True,
         trace: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -94,19 +104,37 @@ class LLM:
         if self.max_model_len > limit:
             words = model.config.positions_in_words()
             raise RequestError(f"max_model_len={max_model_len}: the model has {words}")
+        drafter = drafter_for(speculate, model)
+        if drafter is not None:
+            check_k(k)
+            _check_bool("adaptive_k", adaptive_k)
+            _check_choice("policy", policy, ("continuous",), " where there are drafts")
+            least = max_seqs * (1 + k)
+            words = f"{least}: max_seqs={max_seqs} times a token and k={k} drafts,"
+            check_count("max_batch_tokens", max_batch_tokens, least, words)
+        models = [model, *([drafter.engine.model] if isinstance(drafter, ModelDrafter) else [])]
         if num_blocks is None:
-            num_blocks = default_blocks(model, block_size, max_seqs, self.max_model_len)
+            num_blocks = default_blocks(models, block_size, max_seqs, self.max_model_len)
         check_count("num_blocks", num_blocks)
         if host_blocks is not None:
             check_count("host_blocks", host_blocks, 0)
         check_count("trace", trace, 0)
-        if not isinstance(prefix_cache, bool):
-            raise RequestError(f"prefix_cache={shown(prefix_cache)}: expected True or False")
+        _check_bool("prefix_cache", prefix_cache)
         host = (num_blocks if host_blocks is None else host_blocks) * (preemption == "swap")
-        check_memory(model, num_blocks, host, block_size)
+        check_memory(models, num_blocks, host, block_size)
         self._kv = PagedKV(
             model.config, num_blocks, block_size, model.dtype, model.device, host, prefix_cache
         )
+
+        def recorded(its: Model, kv: PagedKV) -> RecordedDecodes | None:
+            rows = max_seqs if drafter is None else max(max_seqs, min(max_seqs * (1 + k), LARGEST))
+            return self._recorded(graphs, its, kv, rows)
+
+        self._drafting: Drafting | None = None
+        if isinstance(drafter, ModelDrafter):
+            self._drafting = ModelDrafting(drafter, model, k, adaptive_k, self._kv, recorded)
+        elif drafter is not None:
+            self._drafting = Drafting(drafter, model, k, adaptive_k)
         self.scheduler = Scheduler(
             self._kv.pool,
             self._kv.host,
@@ -115,8 +143,9 @@ class LLM:
             max_model_len=self.max_model_len,
             preemption=preemption,
             policy=policy,
+            drafts=None if self._drafting is None else self._drafting.wanted,
         )
-        self._runner = Runner(model, self._kv, self._recorded(graphs, max_seqs))
+        self._runner = Runner(model, self._kv, recorded(model, self._kv), self._drafting)
         self._clock, self._orders = clock, count()
         self._requests: dict[str, Request] = {}
         self._ended: list[Request] = []  # without having been run
@@ -152,6 +181,8 @@ class LLM:
     def _queue(self, request: Request) -> str:
         with held_back():
             self.scheduler.add(request)
+            if self._drafting is not None and self._drafting.caches:
+                request.sequences[0].draft_stored = 0
             self._requests[request.id] = request
             if self.scheduler.longest(request) == len(request.prompt):  # nothing to run for
                 self._end_all(request, "length")
@@ -209,8 +240,10 @@ class LLM:
         outputs = self._runner.run(plan)  # broken off here, the step is planned anew
         now = self._clock()
         with held_back():
-            gained = self.scheduler.commit(plan, [output.ids for output in outputs])
-            self._tell(self._take(gained, outputs, now))
+            self._note_rounds(plan, outputs)
+            take = partial(self._take, plan, outputs, now)
+            gained = self.scheduler.commit(plan, [output.ids for output in outputs], take)
+            self._tell(list(dict.fromkeys(one.sequence.request for one in gained)))
             self._tell(self._advance_beams(plan, outputs, now))
 
     def _tell(self, requests: list[Request]) -> None:
@@ -311,7 +344,7 @@ class LLM:
 
         `blocks_named` counts a block once for every sequence that has it (the logical blocks),
         `blocks_held` once (the physical ones). `steps` so far, and those of them that were
-        `replayed`.
+        `replayed`; drafts that were `proposed` in them, and `accepted`.
         """
         pool = self._kv.pool
         return {
@@ -324,20 +357,24 @@ class LLM:
             "blocks_named": sum(len(one.table.blocks) for one in self.scheduler.running),
             "steps": self._runner.steps,
             "replayed": self._runner.replayed,
+            "proposed": self._runner.proposed,
+            "accepted": self._runner.accepted,
         }
 
     # --- the parts of the above -----------------------------------------------------------------
 
-    def _recorded(self, wanted: bool | Recorder | None, max_seqs: int) -> RecordedDecodes | None:
+    def _recorded(
+        self, wanted: bool | Recorder | None, model: Model, kv: PagedKV, max_rows: int
+    ) -> RecordedDecodes | None:
         """What replays steps; None where they are run. A recorder may be given: for tests."""
         if wanted is not None and not isinstance(wanted, bool) and not callable(wanted):
             raise RequestError(f"graphs={shown(wanted)}: expected True, False or None")
-        record = wanted if callable(wanted) else recorder_for(self.model)
+        record = wanted if callable(wanted) else recorder_for(model)
         if wanted is True and record is None:
-            raise RequestError(f"graphs=True: {why_none(self.model)}; expected graphs=None")
+            raise RequestError(f"graphs=True: {why_none(model)}; expected graphs=None")
         if wanted is False or record is None:
             return None
-        return RecordedDecodes(self.model, self._kv, record, max_seqs, self.max_model_len)
+        return RecordedDecodes(model, kv, record, max_rows, self.max_model_len)
 
     def _run_to_the_end(
         self, queue: Callable[[list[str]], None], progress: bool = False
@@ -425,24 +462,35 @@ class LLM:
         for sequence in request.sequences:
             self.scheduler.finish(sequence, reason)
 
-    def _take(self, gained: list[Gain], outputs: list[Output], now: float) -> list[Request]:
-        """Note what each sequence gained, end those that have had enough; returns whose they are.
+    def _note_rounds(self, plan: Plan, outputs: list[Output]) -> None:
+        """Let each sequence know what became of its drafts, or that it had none."""
+        if self._drafting is None:
+            return
+        for chunk, output in zip(plan.chunks, outputs, strict=True):
+            one = chunk.sequence
+            if output.ids and one.new_tokens > 0 and one.finish_reason is None:
+                accepted = len(output.ids) - 1
+                self._drafting.note(one, chunk.drafts, accepted, self._runner.seconds)
+
+    def _take(self, plan: Plan, outputs: list[Output], now: float, gain: Gain) -> None:
+        """Note what a sequence gained, and end it if it has had enough.
 
         A beam search gains nothing here, but if one of its sequences is broken, all of it is.
         """
-        for sequence, chunk, n in gained:
-            request, record = sequence.request, outputs[chunk].logprobs[n]
-            if sequence.finish_reason == "error":
-                if request.beam is not None:
-                    self._end_all(request, "error")
-                continue
-            _note_time(request, now)
-            if record is not None:
-                sequence.cumulative += record.sampled.logprob
-                if request.params.logprobs is not None:
-                    sequence.logprobs.append(record)
-            self._read(sequence)
-        return list(dict.fromkeys(one.sequence.request for one in gained))
+        sequence, at, n = gain
+        request, record, chunk = sequence.request, outputs[at].logprobs[n], plan.chunks[at]
+        if sequence.finish_reason == "error":
+            if request.beam is not None:
+                self._end_all(request, "error")
+            return
+        _note_time(request, now)
+        if sequence.speculation is not None:
+            sequence.speculation.note(n < chunk.drafts, n < len(outputs[at].ids) - 1)
+        if record is not None:
+            sequence.cumulative += record.sampled.logprob
+            if request.params.logprobs is not None:
+                sequence.logprobs.append(record)
+        self._read(sequence)
 
     def _advance_beams(self, plan: Plan, outputs: list[Output], now: float) -> list[Request]:
         """Let the beam searches that ran go on from their candidates, or end; returns them."""
@@ -544,6 +592,11 @@ def _as_list(prompts: Any) -> list[Any]:
     return list(prompts)
 
 
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+def _check_choice(name: str, value: str, choices: tuple[str, ...], when: str = "") -> None:
     if value not in choices:
-        raise RequestError(f"{name}={value!r}: expected {' or '.join(map(repr, choices))}")
+        raise RequestError(f"{name}={value!r}: expected {' or '.join(map(repr, choices))}{when}")
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise RequestError(f"{name}={shown(value)}: expected True or False")

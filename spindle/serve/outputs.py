@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from spindle.decode.logprobs import TokenLogprobs
+from spindle.decode.stats import Speculation
 from spindle.serve.request import Request, Sequence
 
 Words = Callable[[Sequence], str]  # an answer's text so far, "" without a tokenizer
@@ -40,6 +41,7 @@ class Metrics:
     finished: float | None
     preemptions: int
     cached_tokens: int
+    speculation: Speculation | None = None  # of all its answers; None: no drafts are made
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ def output_of(request: Request, words: Words) -> RequestOutput:
             request.finished,
             request.preemptions,
             request.cached_tokens,
+            Speculation.total(one.speculation for one in request.sequences),
         ),
     )
 

@@ -1,4 +1,8 @@
-"""RecordedDecodes: steps of one token a sequence, recorded a bucket of rows, then replayed."""
+"""RecordedDecodes: steps of a few tokens a sequence, recorded a bucket of rows, then replayed.
+
+Tokens of one sequence, its last one and the drafts after it, are rows that share a table: all are
+stored before one is looked at, and each sees as far as its own position.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +23,11 @@ from spindle.serve.request import Sequence
 from spindle.serve.scheduler import Chunk
 
 PADDING = SamplingParams(temperature=0, seed=0)  # of a row that is nobody's
+NOTHING = Prefix([])
 
 
 STEEP = 8  # rows of a step on a CPU from which on each one more takes longer
+LARGEST = 64  # rows of a recorded step with drafts: beyond, what is saved is a small part
 
 
 def buckets(most: int, steep: bool = False) -> list[int]:
@@ -35,19 +41,38 @@ def buckets(most: int, steep: bool = False) -> list[int]:
     return sorted(sizes)
 
 
-def sampling_rows(
-    model: Model, sequences: Many[Sequence], samples: Many[int], padding: int = 0
-) -> SamplingRows:
-    """What each sequence's next token is drawn by, then as many rows that are nobody's.
+class Next(NamedTuple):
+    """A token to be drawn: of a sequence, after so many of its drafts.
 
-    samples: which of its request's answers the token begins, or goes on with.
+    `sample`: which of its request's answers the token begins, or goes on with.
     """
-    prefixes = [Prefix(one.request.prompt, one.output) for one in sequences]
+
+    sequence: Sequence
+    sample: int
+    drafts: int = 0
+
+    @property
+    def position(self) -> int:
+        """Where the token will stand."""
+        return len(self.sequence.ids) + self.drafts
+
+    @property
+    def prefix(self) -> Prefix:
+        """What stands before it."""
+        one = self.sequence
+        return Prefix(one.request.prompt, one.output + one.drafts[: self.drafts])
+
+
+def sampling_rows(model: Model, tokens: Many[Next], padding: int = 0) -> SamplingRows:
+    """What each token is drawn by, then as many rows that are nobody's."""
+    params = [one.sequence.request.params for one in tokens]
+    counting = any(p.penalises or p.min_tokens for p in params)
+    prefixes = [one.prefix if counting else NOTHING for one in tokens]
     return SamplingRows.of(
-        [*(one.request.params for one in sequences), *[PADDING] * padding],
+        [*params, *[PADDING] * padding],
         model.device,
-        [*samples, *[0] * padding],
-        [*prefixes, *[Prefix([])] * padding],
+        [*(one.sample for one in tokens), *[0] * padding],
+        [*prefixes, *[NOTHING] * padding],
         model.config.eos_ids,
         model.config.vocab_size,
     )
@@ -69,16 +94,17 @@ def _parts(index: Tensor, B: int) -> tuple[Tensor, Tensor]:
 
 
 class PagedStep:
-    """A token for each of B rows of a paged cache: the pass, and the draw of the next one.
+    """A token for each of B rows of a paged cache: the pass, and the draw of what follows each.
 
     All that differs from step to step is in one tensor, `index`: of each row its token, position,
     slot and length, then its block table, `width` blocks wide (`tell`). `tokens` [B] and `logits`
     [B, V] come out. A row that is nobody's has its token in the scratch block, and reads that one
-    alone.
+    alone. sampling: how each row draws; None: nothing is drawn, the logits are wanted.
     """
 
-    def __init__(self, model: Model, kv: PagedKV, sampling: SamplingRows, width: int) -> None:
-        B = len(sampling.seed)
+    def __init__(
+        self, model: Model, kv: PagedKV, B: int, sampling: SamplingRows | None, width: int
+    ) -> None:
         self.model, self.sampling = model, sampling
         self.index = torch.zeros(B * (4 + width), dtype=torch.int64, device=model.device)
         self._host, self._tables = self.index.cpu(), [list[int]()] * B  # what was told last
@@ -116,72 +142,91 @@ class PagedStep:
     @torch.inference_mode()
     def draw(self) -> None:
         """The tokens that follow from the logits."""
-        self.tokens.copy_(sample(self.logits, self.sampling, self._lengths))
+        if self.sampling is not None:
+            self.tokens.copy_(sample(self.logits, self.sampling, self._lengths))
 
     def state(self) -> list[Tensor]:
         """What `run` reads and changes, but for the cache."""
-        return [self.index, self.tokens, self.logits, *self.sampling.tensors()]
+        drawn_by = [] if self.sampling is None else self.sampling.tensors()
+        return [self.index, self.tokens, self.logits, *drawn_by]
 
 
 class RecordedDecodes:
     """The decode steps of a batch over `PagedStep`s, each recorded when it is first needed."""
 
     def __init__(
-        self, model: Model, kv: PagedKV, record: Recorder, max_seqs: int, max_model_len: int
+        self, model: Model, kv: PagedKV, record: Recorder, max_rows: int, max_model_len: int
     ) -> None:
         self.model, self.kv, self._record = model, kv, record
         self._on_cpu = record is cpu_graph  # which leaves the draw to be run
-        self._buckets = buckets(max_seqs, steep=self._on_cpu)
+        self._buckets = buckets(max_rows, steep=self._on_cpu)
         self._width = -(-max_model_len // kv.pool.block_size)
         self._steps: dict[tuple[int, ...], tuple[PagedStep, Replay]] = {}
-        self._loaded: list[Sequence] = []  # whose parameters the last step has
+        self._loaded: list[Next] = []  # whose parameters the last step has
 
     def takes(self, rows: int) -> bool:
         """Whether there is a bucket for as many rows."""
         return 1 <= rows <= self._buckets[-1]
 
-    def run(self, chunks: Many[Chunk]) -> tuple[Tensor, Tensor]:
-        """One token of each through the model; returns logits [R, V] and the next tokens [R].
+    def run(self, chunks: Many[Chunk], tokens: list[Next]) -> tuple[Tensor, Tensor]:
+        """All tokens of the chunks through the model; what follows each, and its logits [R, V].
 
-        Both tensors are overwritten by the next such step.
+        tokens: of whom those that follow are. Both tensors are overwritten by the next such step.
         """
-        R = len(chunks)
-        bucket = next(size for size in self._buckets if size >= R)
-        sequences = [chunk.sequence for chunk in chunks]
-        if sequences != self._loaded:  # else the parameters are there: the index is all there is
-            self._load(sequences, bucket)
-        step, replay = self._step
-        step.tell(self._rows(chunks, bucket))
-        replay()
-        return step.logits[:R], step.tokens[:R]
+        bucket = self._bucket(len(tokens))
+        if tokens != self._loaded:  # else the parameters are there: the index is all there is
+            self._load(tokens, bucket)
+        step = self._replay(self._rows(chunks, bucket))
+        return step.logits[: len(tokens)], step.tokens[: len(tokens)]
 
-    def _load(self, sequences: list[Sequence], bucket: int) -> None:
+    def logits(self, rows: list[Row]) -> Tensor:
+        """A pass over these rows -> [R, V], overwritten by the next one; nothing is drawn."""
+        bucket = self._bucket(len(rows))
+        self._choose((bucket,), bucket, None)
+        step = self._replay(rows + [self._nobody()] * (bucket - len(rows)))
+        return step.logits[: len(rows)]
+
+    def _bucket(self, rows: int) -> int:
+        return next(size for size in self._buckets if size >= rows)
+
+    def _replay(self, rows: list[Row]) -> PagedStep:
+        step, replay = self._step
+        step.tell(rows)
+        replay()
+        return step
+
+    def _load(self, tokens: list[Next], bucket: int) -> None:
         """Choose the step for these rows, and give it their parameters."""
         self._loaded = []
-        samples, padding = [one.sample for one in sequences], bucket - len(sequences)
-        sampling = sampling_rows(self.model, sequences, samples, padding)
-        key = (bucket, *sampling.kind)
-        if key not in self._steps:
-            self._steps[key] = self._recorded(sampling)
-        self._step = self._steps[key]
-        self._step[0].sampling.load(sampling)
+        sampling = sampling_rows(self.model, tokens, bucket - len(tokens))
+        step = self._choose((bucket, *sampling.kind), bucket, sampling)
+        assert step.sampling is not None
+        step.sampling.load(sampling)
         if not sampling.counts:  # what is counted is another thing after each token
-            self._loaded = sequences
+            self._loaded = tokens
 
-    def _recorded(self, sampling: SamplingRows) -> tuple[PagedStep, Replay]:
-        """A step of rows of that kind, over tensors of its own; all rows are nobody's."""
-        rows = torch.arange(len(sampling.seed), device=self.model.device)
-        own = replace(sampling.select(rows), fixed_shapes=not self._on_cpu)
-        step = PagedStep(self.model, self.kv, own, self._width)
-        step.tell(self._rows([], len(rows)))
-        return step, self._record(step)
+    def _choose(self, key: tuple[int, ...], B: int, sampling: SamplingRows | None) -> PagedStep:
+        """The step of that kind, recorded with rows that are nobody's if there is none."""
+        if key not in self._steps:
+            if sampling is not None:
+                rows = torch.arange(B, device=self.model.device)
+                sampling = replace(sampling.select(rows), fixed_shapes=not self._on_cpu)
+            step = PagedStep(self.model, self.kv, B, sampling, self._width)
+            step.tell(self._rows([], B))
+            self._steps[key] = step, self._record(step)
+        self._step = self._steps[key]
+        return self._step[0]
 
     def _rows(self, chunks: Many[Chunk], bucket: int) -> list[Row]:
-        """All that the step is told: of each chunk's token, and of the rows that are nobody's."""
-        P, scratch = self.kv.pool.block_size, self.kv.scratch
-        rows = [Row(0, 0, scratch * P, 1, [scratch])] * bucket
-        for n, chunk in enumerate(chunks):
-            at, table = chunk.start, chunk.sequence.table.blocks
-            slot = table[at // P] * P + at % P
-            rows[n] = Row(chunk.sequence.ids[at], at, slot, at + 1, table)
-        return rows
+        """All that the step is told: of each chunk's tokens, and of the rows that are nobody's."""
+        P, rows = self.kv.pool.block_size, list[Row]()
+        for chunk in chunks:
+            table = chunk.sequence.table.blocks
+            for at, token in enumerate(chunk.ids, chunk.start):
+                slot = table[at // P] * P + at % P
+                rows.append(Row(token, at, slot, at + 1, table))
+        return rows + [self._nobody()] * (bucket - len(rows))
+
+    def _nobody(self) -> Row:
+        """A row that only fills up a bucket."""
+        return Row(0, 0, self.kv.scratch * self.kv.pool.block_size, 1, [self.kv.scratch])

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from spindle.decode.beam import Beam
+from spindle.decode.drafters import Drafter
 from spindle.decode.logprobs import TokenLogprobs
+from spindle.decode.pace import Pace
 from spindle.decode.params import SamplingParams
+from spindle.decode.stats import Speculation
 from spindle.kvcache.blocks import BlockTable
 
 
@@ -53,12 +56,28 @@ class Sequence:
         self.request, self.sample = request, sample  # which of the request's answers
         self.ids, self.table = ids, table  # prompt and output
         self.stored = 0
+        self.draft_stored: int | None = None  # of a draft model, in the same blocks; None: no model
+        self.drafts: list[int] = []  # guessed to follow, for the next step to look at
+        self.drafter: Drafter | None = None  # its own, if it guesses from ids
+        self.pace: Pace | None = None  # how many drafts it has next
         self.swapped = False
         self.waits_for_ending = -1  # a preempted one resumes after that many endings
         self.logprobs: list[TokenLogprobs] = []
         self.cumulative = 0.0  # sum of its tokens' logprobs, where somebody asks for it
         self.finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"
         self.stop_reason: int | str | None = None
+        self.speculation: Speculation | None = None  # what became of its drafts, if there are any
+
+    @property
+    def known(self) -> int:
+        """Of its first ids, how many every cache has stored."""
+        return self.stored if self.draft_stored is None else min(self.stored, self.draft_stored)
+
+    def store(self, stored: int) -> None:
+        """So many are in the caches now: none of a new table, or what was remembered."""
+        self.stored = stored
+        if self.draft_stored is not None:
+            self.draft_stored = stored
 
     @property
     def age(self) -> tuple[int, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import psutil
 import torch
 
@@ -9,18 +11,26 @@ from spindle.errors import RequestError
 from spindle.model.layers import Model
 
 
-def default_blocks(model: Model, block_size: int, max_seqs: int, max_model_len: int) -> int:
-    """Room for all sequences at their longest, within a quarter of the free memory."""
-    block_bytes, free = _block_bytes(model, block_size), _free_bytes(model.device)
-    if model.device.type == "cuda":
+def default_blocks(
+    models: Sequence[Model], block_size: int, max_seqs: int, max_model_len: int
+) -> int:
+    """Room for all sequences at their longest, within a quarter of the free memory.
+
+    models: whose caches have these blocks, the target and perhaps a draft model.
+    """
+    device = models[0].device
+    block_bytes, free = _block_bytes(models, block_size), _free_bytes(device)
+    if device.type == "cuda":
         return max(1, int(0.9 * free) // block_bytes - 1)  # and the scratch block
     most = max_seqs * -(-max_model_len // block_size)
     return max(1, min(most, free // 4 // block_bytes - 1))
 
 
-def check_memory(model: Model, num_blocks: int, host_blocks: int, block_size: int) -> None:
+def check_memory(
+    models: Sequence[Model], num_blocks: int, host_blocks: int, block_size: int
+) -> None:
     """RequestError, with the numbers, for a pool that is larger than the free memory."""
-    block_bytes, here = _block_bytes(model, block_size), model.device
+    block_bytes, here = _block_bytes(models, block_size), models[0].device
     cpu = torch.device("cpu")
     blocks = {here: num_blocks} | {cpu: host_blocks + num_blocks * (here == cpu)}
     for device, number in blocks.items():
@@ -33,8 +43,8 @@ def check_memory(model: Model, num_blocks: int, host_blocks: int, block_size: in
             )
 
 
-def _block_bytes(model: Model, block_size: int) -> int:
-    return block_size * model.config.kv_bytes(model.dtype.itemsize)
+def _block_bytes(models: Sequence[Model], block_size: int) -> int:
+    return block_size * sum(model.config.kv_bytes(model.dtype.itemsize) for model in models)
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -9,17 +10,24 @@ import torch
 
 from spindle.decode.logprobs import TokenLogprobs, logprob_table, token_logprobs
 from spindle.decode.sampling import sample
+from spindle.decode.speculative import verified
 from spindle.kvcache.index import StepIndex
 from spindle.kvcache.paged import PagedKV
 from spindle.model.layers import Model
-from spindle.serve.recorded import RecordedDecodes, sampling_rows
+from spindle.serve.drafting import Drafted, Drafting, Seconds
+from spindle.serve.recorded import Next, RecordedDecodes, sampling_rows
 from spindle.serve.request import Request
 from spindle.serve.scheduler import Chunk, Plan
+
+Sampled = tuple[int, Next]  # from which chunk, whose token
 
 
 @dataclass(frozen=True)
 class Output:
-    """What a chunk sampled: an id for each answer that goes on from it, -1 where none could be."""
+    """What a chunk sampled: an id for each answer that goes on from it, -1 where none could be.
+
+    With drafts, an id for each that was accepted, and the one that follows.
+    """
 
     ids: list[int]
     logprobs: list[TokenLogprobs | None]
@@ -29,79 +37,121 @@ class Output:
 class Runner:
     """Carries out plans on one model over one paged cache; it decides nothing.
 
-    `steps` counts those that were run, `replayed` those of them that a recorder had recorded.
+    `steps` counts those that were run, `replayed` those of them that a recorder had recorded;
+    `proposed` the drafts in them, `accepted` those of them. `seconds`: of the last one.
     """
 
-    def __init__(self, model: Model, kv: PagedKV, recorded: RecordedDecodes | None = None) -> None:
-        self.model, self.kv, self.recorded = model, kv, recorded
-        self.steps = self.replayed = 0
+    def __init__(
+        self,
+        model: Model,
+        kv: PagedKV,
+        recorded: RecordedDecodes | None = None,
+        drafting: Drafting | None = None,
+    ) -> None:
+        self.model, self.kv, self.recorded, self.drafting = model, kv, recorded, drafting
+        self.steps = self.replayed = self.proposed = self.accepted = 0
+        self.seconds = Seconds()
 
     def move(self, plan: Plan) -> None:
         """Do what the plan's tables take for done: blocks are swapped out, swapped in, copied."""
-        self.kv.swap_out(plan.swap_out)
-        self.kv.swap_in(plan.swap_in)
-        self.kv.copy(plan.copies)
+        for kv in (self.kv, *([] if self.drafting is None else self.drafting.caches)):
+            kv.swap_out(plan.swap_out)
+            kv.swap_in(plan.swap_in)
+            kv.copy(plan.copies)
 
     def run(self, plan: Plan) -> list[Output]:
         """The plan's pass, after its moves; one output a chunk, empty where nothing is sampled."""
         chunks, outputs = plan.chunks, [Output([], []) for _ in plan.chunks]
-        rows = [(n, sample) for n, c in enumerate(chunks) if c.samples for sample in _samples(c)]
+        begun = time.perf_counter()
+        drafted = None if self.drafting is None else self.drafting.draft(chunks)
+        rows = [(n, token) for n, c in enumerate(chunks) if c.samples for token in _samples(c)]
+        between = time.perf_counter()
         self.steps += 1
         if self.recorded is not None and self._are_decodes(chunks, rows):
-            self._give(outputs, chunks, rows, *self.recorded.run(chunks))
+            logits, tokens = self.recorded.run(chunks, [token for _, token in rows])
             self.replayed += 1
-            return outputs
-        hidden = self._pass(chunks)
-        if rows:
-            self._give(outputs, chunks, rows, *self._draw(chunks, rows, hidden))
+        else:
+            hidden = self._pass(chunks)
+            if not rows:
+                return outputs
+            logits, tokens = self._draw(chunks, rows, hidden)
+        if drafted is not None:
+            tokens = self._judge(logits, tokens, rows, drafted)
+        self._give(outputs, chunks, rows, logits, tokens)
+        self.proposed += sum(chunk.drafts for chunk in chunks)
+        self.accepted += sum(
+            len(o.ids) - 1 for c, o in zip(chunks, outputs, strict=True) if c.drafts
+        )
+        self.seconds = Seconds(between - begun, time.perf_counter() - between)
         return outputs
 
-    def _are_decodes(self, chunks: tuple[Chunk, ...], rows: list[tuple[int, int]]) -> bool:
-        """Whether each chunk is one token from which one answer goes on, and there is a bucket."""
-        single = all(c.count == 1 and not c.filler for c in chunks)
-        own = [(n, chunk.sequence.sample) for n, chunk in enumerate(chunks)]
+    def _are_decodes(self, chunks: tuple[Chunk, ...], rows: list[Sampled]) -> bool:
+        """Whether one answer goes on from each token of each chunk, and there is a bucket."""
+        single = all(c.count == 1 + c.drafts and not c.filler for c in chunks)
+        own = all(token.sample == token.sequence.sample for _, token in rows)
         assert self.recorded is not None
-        return single and rows == own and self.recorded.takes(len(chunks))
+        whole = single and own and len(rows) == sum(c.count for c in chunks)
+        return whole and self.recorded.takes(len(rows))
 
     def _pass(self, chunks: tuple[Chunk, ...]) -> torch.Tensor:
         """All tokens of the chunks through the model -> hidden [T, E]."""
         device = self.model.device
         index = StepIndex.of([(n, c.start, c.count) for n, c in enumerate(chunks)], device)
         view = self.kv.view(index, [chunk.sequence.table for chunk in chunks])
-        ids = [i for c in chunks for i in c.sequence.ids[c.start : c.start + c.count]]
+        ids = [i for c in chunks for i in c.ids]
         return self.model(torch.tensor(ids, device=device), view)
 
     def _draw(
-        self, chunks: tuple[Chunk, ...], rows: list[tuple[int, int]], hidden: torch.Tensor
+        self, chunks: tuple[Chunk, ...], rows: list[Sampled], hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the last row of each chunk that samples, logits [R, V] and tokens [R].
+        """Of the rows from which something follows, logits [R, V] and tokens [R].
 
-        rows: (chunk, which answer), as many for a chunk as answers begin there. The logits of
-        fillers are computed behind them, and not looked at: a padded batch has them too.
+        rows: (chunk, token), as many for a chunk as answers begin there, or one for each draft and
+        one more. The logits of fillers are computed behind them, and not looked at: a padded batch
+        has them too.
         """
         ends = list(accumulate(chunk.count for chunk in chunks))
         fillers = [end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.filler]
-        last = [*(ends[n] - 1 for n, _ in rows), *fillers]
+        last = [*(ends[n] - 1 - chunks[n].drafts + token.drafts for n, token in rows), *fillers]
         logits = self.model.logits(hidden[last])[: len(rows)]  # [R, V]
-        sequences = [chunks[n].sequence for n, _ in rows]
-        sampling = sampling_rows(self.model, sequences, [sample for _, sample in rows])
-        position = [len(one.ids) for one in sequences]
-        return logits, sample(logits, sampling, torch.tensor(position, device=logits.device))
+        tokens = [token for _, token in rows]
+        sampling = sampling_rows(self.model, tokens)
+        position = torch.tensor([token.position for token in tokens], device=logits.device)
+        return logits, sample(logits, sampling, position)
+
+    def _judge(
+        self, logits: torch.Tensor, tokens: torch.Tensor, rows: list[Sampled], drafted: Drafted
+    ) -> torch.Tensor:
+        """The tokens [R], those where a draft was drawn as its acceptance rule has it."""
+        which = [n for n, (_, token) in enumerate(rows) if token.sequence in drafted.probs]
+        if not which:
+            return tokens
+        its, at = [rows[n][1] for n in which], torch.tensor(which, device=logits.device)
+        position = torch.tensor([token.position for token in its], device=logits.device)
+        sampling, draft = sampling_rows(self.model, its), drafted.behind()
+        tokens = tokens.clone()
+        tokens[at] = verified(logits[at], sampling, position, draft)
+        return tokens
 
     def _give(
         self,
         outputs: list[Output],
         chunks: tuple[Chunk, ...],
-        rows: list[tuple[int, int]],
+        rows: list[Sampled],
         logits: torch.Tensor,
         tokens: torch.Tensor,
     ) -> None:
-        """Read the tokens, with what log-probabilities are asked for, into the outputs."""
+        """Read the tokens, with what log-probabilities are asked for, into the outputs.
+
+        What follows a draft that was rejected is of no account.
+        """
         wanted = [_logprobs(chunks[n].sequence.request) for n, _ in rows]
         most = max((k for k in wanted if k is not None), default=None)
         table = tokens[:, None, None] if most is None else logprob_table(logits, tokens, most)
-        for (n, _), k, row in zip(rows, wanted, table.tolist(), strict=True):
+        for (n, its), k, row in zip(rows, wanted, table.tolist(), strict=True):
             token, request = int(row[0][0]), chunks[n].sequence.request
+            if outputs[n].ids != its.sequence.drafts[: its.drafts] and its.drafts:
+                continue
             if request.beam is not None and token >= 0:
                 its = row[1 : request.beam.considered + 1]
                 outputs[n].candidates.extend((int(i), logprob) for i, logprob, _ in its)
@@ -119,9 +169,12 @@ def _logprobs(request: Request) -> int | None:
     return request.params.logprobs
 
 
-def _samples(chunk: Chunk) -> range:
-    """The answers that go on from a chunk: at the end of a prompt all of them, else its own."""
+def _samples(chunk: Chunk) -> list[Next]:
+    """The tokens that follow a chunk: of all answers at the end of a prompt, else of its own.
+
+    Its own is the next one, and one after each draft.
+    """
     sequence = chunk.sequence
     if sequence.new_tokens == 0 and len(sequence.request.sequences) == 1:
-        return range(sequence.request.params.samples)
-    return range(sequence.sample, sequence.sample + 1)
+        return [Next(sequence, sample) for sample in range(sequence.request.params.samples)]
+    return [Next(sequence, sequence.sample, drafts) for drafts in range(chunk.drafts + 1)]

@@ -24,6 +24,7 @@ everything else each sequence alone.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -36,13 +37,29 @@ from spindle.serve.request import Request, Sequence
 
 @dataclass(frozen=True)
 class Chunk:
-    """`count` tokens of a sequence from position `start` on; it samples if they are its last."""
+    """`count` tokens of a sequence from position `start` on; it samples if they are its last.
+
+    The last `drafts` of them are guesses at what follows. It samples after each, and after the
+    token before them.
+    """
 
     sequence: Sequence
     start: int
     count: int
     samples: bool
     filler: bool = False  # computed, and of no account: a finished row of a static batch
+    drafts: int = 0
+
+    @property
+    def stop(self) -> int:
+        """The position after its last token that is no guess."""
+        return self.start + self.count - self.drafts
+
+    @property
+    def ids(self) -> list[int]:
+        """Its tokens."""
+        own = self.sequence.ids[self.start : self.stop]
+        return own + self.sequence.drafts[: self.drafts]
 
 
 @dataclass(frozen=True)
@@ -68,6 +85,7 @@ class _Draft:
     """A plan in the making."""
 
     budget: int  # tokens left for prompts, once every decode has its own
+    drafts: dict[Sequence, int] = field(default_factory=dict)  # how many each sequence may have
     swap_out: list[Copy] = field(default_factory=list)
     swap_in: list[Copy] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
@@ -85,7 +103,9 @@ class Scheduler:
     static batch takes all of its prompts at once).
     max_model_len: tokens of a sequence. preemption: "recompute", or "swap" to the host's pool
     while that has room. policy: "continuous", or "static": a batch is admitted when the one before
-    has ended, and its finished rows are computed on until then, as padded batches do.
+    has ended, and its finished rows are computed on until then, as padded batches do. drafts: how
+    many guesses a sequence's next step looks at, of so many at most; by default none. It is asked
+    once a step for each sequence with an answer, and max_batch_tokens has to be enough for all.
     """
 
     def __init__(
@@ -98,8 +118,10 @@ class Scheduler:
         max_model_len: int,
         preemption: str = "recompute",
         policy: str = "continuous",
+        drafts: Callable[[Sequence, int], int] | None = None,
     ) -> None:
         self.pool, self.host = pool, host
+        self._drafts_of = drafts
         self.max_seqs, self.max_batch_tokens = max_seqs, max_batch_tokens
         self.max_model_len, self.preemption, self.policy = max_model_len, preemption, policy
         self.waiting: deque[Sequence] = deque()  # the oldest first
@@ -123,9 +145,10 @@ class Scheduler:
     def schedule(self) -> Plan:
         """Plan the next step: reserve its slots, preempt for them, admit what fits."""
         self._drop_finished()
-        decodes = sum(one.pending == 1 for one in self.running)
+        drafts = {one: k for one in self.running if (k := self._drafts(one))}
+        decodes = sum(1 + drafts.get(one, 0) for one in self.running if one.pending == 1)
         static = self.policy == "static"  # a padded batch takes all of its prompts at once
-        draft = _Draft(2**62 if static else self.max_batch_tokens - decodes)
+        draft = _Draft(2**62 if static else self.max_batch_tokens - decodes, drafts)
         groups, at = _groups(self.running), 0
         while at < len(groups):  # they become fewer if some are preempted
             self._go_on(groups, at, draft)
@@ -134,32 +157,59 @@ class Scheduler:
             self._admit(draft)
         return draft.plan()
 
-    def commit(self, plan: Plan, outputs: Many[Many[int]]) -> list[Gain]:
+    def commit(
+        self,
+        plan: Plan,
+        outputs: Many[Many[int]],
+        read: Callable[[Gain], None] = lambda gain: None,
+    ) -> list[Gain]:
         """What a step gave: a list of ids for each chunk, empty if it does not sample.
 
         A chunk that samples for the first time has an id for each of its request's n answers, and
-        the others are forked off here. An id of -1 ends its sequence with "error". Returns what
-        became of each id. A sequence that was aborted while the step ran stays as it was.
+        the others are forked off here. A chunk with drafts has one for each that was accepted, and
+        one more: they are taken as that many steps would give them. An id of -1 ends its sequence
+        with "error". Returns what became of each id. A sequence that was aborted while the step ran
+        stays as it was. read: hears of each id when its sequence has it, and may end the sequence;
+        the rest of its ids is then dropped.
         """
         gained = []
         for at, (chunk, ids) in enumerate(zip(plan.chunks, outputs, strict=True)):
             sequence = chunk.sequence
             if sequence.finish_reason is not None:
                 continue
-            sequence.stored = chunk.start + chunk.count
-            if min(ids, default=0) < 0:  # no distribution: what it stored is not to be trusted
-                for block in sequence.table.blocks:
-                    self.pool.forget(block)
+            steps = [[token] for token in ids] if chunk.drafts else [ids]
+            for accepted, tokens in enumerate(steps):
+                self._store(sequence, chunk.stop + accepted, tokens)
+                branches = [sequence, *(self._fork(sequence, n) for n in range(1, len(tokens)))]
+                for n, (branch, token) in enumerate(zip(branches, tokens, strict=False)):
+                    gained.append(Gain(branch, at, accepted + n))
+                    if token < 0:
+                        self.finish(branch, "error")
+                    else:
+                        branch.ids.append(token)
+                    read(gained[-1])
+                if sequence.finish_reason is not None:
+                    break
             else:
-                sequence.table.commit(sequence.ids, sequence.stored)
-            branches = [sequence, *(self._fork(sequence, n) for n in range(1, len(ids)))]
-            for n, (branch, token) in enumerate(zip(branches, ids, strict=False)):
-                gained.append(Gain(branch, at, n))
-                if token < 0:
-                    self.finish(branch, "error")
-                else:
-                    branch.ids.append(token)
+                self._roll_back(chunk)
         return gained
+
+    def _store(self, sequence: Sequence, stored: int, tokens: Many[int]) -> None:
+        """So many of its ids are stored, and these follow: whatever was computed is remembered."""
+        sequence.stored = stored
+        if min(tokens, default=0) < 0:  # no distribution: what it stored is not to be trusted
+            for block in sequence.table.blocks:
+                self.pool.forget(block)
+        else:
+            sequence.table.commit(sequence.ids, sequence.known)
+
+    def _roll_back(self, chunk: Chunk) -> None:
+        """Let go of what rejected drafts have stored; a draft model did not get to the last one."""
+        one = chunk.sequence
+        if chunk.drafts:
+            one.table.truncate(one.stored)
+            if one.draft_stored is not None:
+                one.draft_stored = min(one.stored, chunk.stop + chunk.drafts - 1)
 
     def finish(self, sequence: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence, wherever it is, and give its blocks back; done twice it does nothing."""
@@ -200,13 +250,27 @@ class Scheduler:
     def _go_on(self, groups: list[list[Sequence]], at: int, draft: _Draft) -> None:
         """Plan the next tokens of a running group, at the cost of the youngest if it must be."""
         group = groups[at]
-        counts = _counts(group, draft.budget)
+        counts = self._counts(group, draft)
         while not self._reserve(group, counts, draft):
             self._preempt(groups.pop(), draft)
             if len(groups) == at:  # it was the youngest itself
                 return
         prompts = (n for one, n in zip(group, counts, strict=True) if one.pending > 1)
         draft.budget -= sum(prompts)
+
+    def _counts(self, group: list[Sequence], draft: _Draft) -> list[int]:
+        """How many tokens each of a group does next, its drafts among them.
+
+        They come with the last of its ids. So where those fit and the drafts don't, as after a
+        preemption, one id waits for them: what is drafted for whom depends on no one else.
+        """
+        counts = _counts(group, draft.budget)
+        if drafts := draft.drafts.get(group[0], 0):
+            (count,), pending = counts, group[0].pending  # who has drafts is alone
+            if count == pending and (pending == 1 or pending + drafts <= draft.budget):
+                return [pending + drafts]
+            return [min(count, pending - 1)]
+        return counts
 
     def _reserve(self, group: list[Sequence], counts: list[int], draft: _Draft) -> bool:
         """Plan so many tokens of each; false, and nothing has changed, if blocks are missing."""
@@ -221,8 +285,9 @@ class Scheduler:
             return False
         for one, count in pairs:
             filler = one.finish_reason is not None
-            samples = count == one.pending and not filler
-            draft.chunks.append(Chunk(one, one.stored, count, samples, filler))
+            samples = count >= one.pending and not filler
+            drafts = max(0, count - one.pending)
+            draft.chunks.append(Chunk(one, one.stored, count, samples, filler, drafts))
         return True
 
     def _preempt(self, group: list[Sequence], draft: _Draft) -> None:
@@ -241,7 +306,7 @@ class Scheduler:
         else:
             for one in group:
                 one.table.release()
-                one.stored = 0
+                one.store(0)
 
     def _admit(self, draft: _Draft) -> None:
         """Start or resume the oldest waiting group while slots, blocks and budget last."""
@@ -249,15 +314,18 @@ class Scheduler:
         while self.waiting:
             group = self._next_group()
             width = sum(one.width for one in group)
+            drafts = self._drafts(group[0])
+            if drafts:
+                draft.drafts[group[0]] = drafts
             blocked = bool(self.running) and self._endings < group[0].waits_for_ending
-            too_many = len(group) > draft.budget or width > seats
+            too_many = len(group) + drafts > draft.budget or width > seats
             if too_many or blocked or not self._start(group, draft):
                 return
             seats -= width
             for one in group:
                 self.waiting.popleft()
                 self.running.append(one)
-            counts = _counts(group, draft.budget)
+            counts = self._counts(group, draft)
             assert self._reserve(group, counts, draft), "its blocks were counted"
             draft.budget -= sum(counts)
             self._drop_finished()
@@ -279,14 +347,14 @@ class Scheduler:
         swapped, tables = group[0].swapped, [one.table for one in group]
         if not swapped:
             for one in group:
-                one.stored = one.table.adopt(one.ids)
+                one.store(one.table.adopt(one.ids))
         held = 0 if swapped else sum(len(table.blocks) for table in tables)
         spare = len(self.running) if self.policy == "continuous" else self._promised()
         if sum(map(self._blocks_to_begin, group)) - held + spare > self.pool.free and self.running:
             if not swapped:
                 for one in group:
                     one.table.release()
-                    one.stored = 0
+                    one.store(0)
             self._blocked = (group[0], self.pool.free, len(self.running))
             return False
         if swapped:
@@ -298,13 +366,24 @@ class Scheduler:
             group[0].request.cached_tokens = group[0].stored
         return True
 
+    def _drafts(self, sequence: Sequence) -> int:
+        """How many guesses at what follows it has: none before its first token, or in a beam."""
+        request = sequence.request
+        if self._drafts_of is None or sequence.new_tokens == 0 or request.beam is not None:
+            return 0
+        if sequence.finish_reason is not None:
+            return 0
+        return self._drafts_of(sequence, self.longest(request) - len(sequence.ids) - 1)
+
     def _blocks_to_begin(self, sequence: Sequence) -> int:
         """Blocks for what it has and its next token, in a static batch for all it may ever have.
 
         Whatever it may share is not counted on.
         """
         static = self.policy == "static"
-        length = self.longest(sequence.request) if static else len(sequence.ids) + 1
+        most = self.longest(sequence.request)
+        ahead = 1 if self._drafts_of is None else 1 + self._drafts(sequence)
+        length = most if static else len(sequence.ids) + ahead
         return -(-length // self.pool.block_size) * sequence.width
 
     def _still_blocked(self, sequence: Sequence) -> bool:
@@ -330,7 +409,8 @@ class Scheduler:
         for sample, (parent, token, cumulative) in enumerate(picks):
             one = before[parent]
             twin = Sequence(request, sample, [*one.ids, token], one.table.fork())
-            twin.stored, twin.cumulative = one.stored, cumulative
+            twin.stored, twin.draft_stored = one.stored, one.draft_stored
+            twin.cumulative = cumulative
             after.append(twin)
         at = self.running.index(before[0])
         self.running[at : at + len(before)] = after
@@ -343,7 +423,7 @@ class Scheduler:
         request = parent.request
         ids = parent.ids[: len(request.prompt)]
         branch = Sequence(request, sample, ids, parent.table.fork())
-        branch.stored = parent.stored
+        branch.stored, branch.draft_stored = parent.stored, parent.draft_stored
         request.sequences.append(branch)
         self.running.insert(self.running.index(parent) + sample, branch)
         return branch

@@ -1,0 +1,221 @@
+"""Drafters: what guesses the next tokens of a sequence, for the target to look at in one pass.
+
+A guess may be as wrong as it likes: the target keeps only what it would have said itself
+(`speculative`). A good one is cheap, and often right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spindle.decode.engine import Engine
+from spindle.decode.params import check_count
+from spindle.decode.sampling import DRAFT, SamplingRows, adjust, draw, inverse_cdf, probabilities
+from spindle.errors import RequestError, shown
+from spindle.kernels.packed import Weight
+from spindle.model.layers import Model
+from spindle.tokenizer import Tokenizer, check_ids
+
+
+class Draft(NamedTuple):
+    """Ids that may follow, and what they were drawn from."""
+
+    ids: Tensor  # [k] int64, on the target's device
+    probs: Tensor | None = None  # [k, V] of the target's V; None: nothing was drawn, it is a guess
+
+    def behind(self) -> Draft:
+        """The same for the k + 1 rows of a pass: the last one has no draft, -1, and no mass."""
+        probs = None if self.probs is None else F.pad(self.probs, (0, 0, 0, 1))
+        return Draft(F.pad(self.ids, (0, 1), value=-1), probs)
+
+
+class Drafter:
+    """Guesses what follows in a sequence. To make one of your own, define `propose`."""
+
+    def propose(self, ids: Sequence[int], k: int) -> Sequence[int]:
+        """Up to k ids that may follow these, the prompt among them; none: no guess.
+
+        From call to call `ids` grow at the end, and are the same before it.
+        """
+        raise NotImplementedError
+
+    def begin(self) -> Drafter:
+        """A drafter of the kind for a new sequence: another one, if it keeps anything."""
+        return self
+
+    def cost(self, target: Model) -> float:
+        """What a guessed id costs, in passes of the target over one row."""
+        return 0.0
+
+    def check(self, target: Model) -> None:
+        """RequestError if its ids are not the target's."""
+
+    def draft(self, ids: Sequence[int], k: int, rows: SamplingRows, target: Model) -> Draft:
+        """The same as tensors. rows: how this sequence's next id is sampled, [1]; it may change.
+
+        RequestError: something among them is no id of the target's.
+        """
+        return Draft(
+            torch.tensor(self.guesses(ids, k, target), dtype=torch.int64).to(target.device)
+        )
+
+    def guesses(self, ids: Sequence[int], k: int, target: Model) -> list[int]:
+        """What was proposed, k at most. RequestError: something is no id of the target's."""
+        try:
+            return check_ids(self.propose(ids, k), target.config.vocab_size)[:k]
+        except RequestError as error:
+            raise RequestError(f"{type(self).__name__}: proposed {error}") from None
+
+
+class NgramDrafter(Drafter):
+    """What followed the last time that the sequence ended like this.
+
+    longest, shortest: how many tokens must be the same, the most that are first. Where they stood
+    last counts (Saxena 2023, prompt lookup decoding). Prompt and answer are searched alike. A guess
+    that reaches the end of the sequence goes on with itself, as a copy of overlapping text does, so
+    there are k of them or none. Each token is indexed once, when it arrives: what a guess costs
+    does not depend on how many came before.
+    """
+
+    def __init__(self, longest: int = 4, shortest: int = 2) -> None:
+        self.shortest = check_count("shortest", shortest)
+        self.longest = check_count("longest", longest, self.shortest, f"shortest={shortest}")
+        self._after: dict[tuple[int, ...], int] = {}  # n-gram: where what follows it stands
+        self._indexed = 0  # ids whose n-grams before them are in there
+
+    def begin(self) -> NgramDrafter:
+        """One with an empty index."""
+        return NgramDrafter(self.longest, self.shortest)
+
+    def propose(self, ids: Sequence[int], k: int) -> list[int]:
+        """What stands after the last place of the longest n-gram that the ids end with."""
+        self._index(ids)
+        for n in range(min(self.longest, len(ids)), self.shortest - 1, -1):
+            at = self._after.get(tuple(ids[-n:]))
+            if at is not None:
+                found = list(ids[at : at + k])
+                while len(found) < k:  # the match lies across the end
+                    found += found[: k - len(found)]
+                return found
+        return []
+
+    def _index(self, ids: Sequence[int]) -> None:
+        """Note what each id follows, of those that have come since."""
+        for at in range(max(self._indexed, self.shortest), len(ids)):
+            for n in range(self.shortest, min(self.longest, at) + 1):
+                self._after[tuple(ids[at - n : at])] = at
+        self._indexed = len(ids)
+
+
+class ModelDrafter(Drafter):
+    """A smaller model, over an engine of its own, which no one else may use meanwhile.
+
+    It samples as the target does, from a distribution that the same parameters have shaped, with
+    numbers of its own. At temperature 0 it gives its likeliest token, and nothing was drawn.
+    RequestError: that is no engine.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        if not isinstance(engine, Engine):
+            raise RequestError(f"engine={shown(engine)}: expected an Engine over the draft model")
+        self.engine = engine
+
+    def begin(self) -> ModelDrafter:
+        """Start over: the engine has one sequence."""
+        self.engine.rewind(0)
+        return self
+
+    def cost(self, target: Model) -> float:
+        """The share of the target's bytes that the draft model's weights have."""
+        return pass_bytes(self.engine.model) / pass_bytes(target)
+
+    def check(self, target: Model) -> None:
+        """RequestError: the tokenizers differ, where both are known."""
+        check_same_tokens(self.engine.model, target)
+
+    def draft(self, ids: Sequence[int], k: int, rows: SamplingRows, target: Model) -> Draft:
+        """k ids, each drawn from what the draft model says after those before it.
+
+        None where that cannot be: it has no more positions, or an id among those that are new to it
+        is none of its own.
+        """
+        if k == 0 or not self._can_go_on(ids, k):
+            return nothing(target)
+        logits, V = self._catch_up(ids), target.config.vocab_size
+        position = torch.tensor([len(ids)], device=logits.device)
+        drawn, probs = list[Tensor](), list[Tensor]()
+        for n in range(k):
+            if n > 0:
+                rows.append(drawn[-1])
+                logits = self.engine.chunk(drawn[-1][None])[0]
+            ids_drawn, p = drawn_from(aligned(logits, V), rows, position + n)
+            drawn.append(ids_drawn)
+            probs += [] if p is None else [p]
+        q = torch.cat(probs).to(target.device) if probs else None
+        return Draft(torch.cat(drawn).to(target.device), q)
+
+    def _can_go_on(self, ids: Sequence[int], k: int) -> bool:
+        engine = self.engine
+        known = max(ids[min(engine.length, len(ids) - 1) :]) < engine.model.config.vocab_size
+        return known and len(ids) + k - 1 <= engine.max_seq_len
+
+    def _catch_up(self, ids: Sequence[int]) -> Tensor:
+        """Bring the draft model to the end of the ids; returns the logits [1, V] that follow.
+
+        Stored are the ids of the last time and the drafts that followed, but for the last of them.
+        What was accepted of them stands in `ids`, all before the last, which no draft was.
+        """
+        engine = self.engine
+        engine.rewind(min(engine.length, len(ids) - 1))
+        more = ids[engine.length :]
+        if len(more) > 2:  # rarely: not worth a graph for every number of them
+            return engine.extend(more)
+        tokens = torch.tensor([more], dtype=torch.int64, device=engine.model.device)
+        return engine.chunk(tokens)[:, -1]
+
+
+def drawn_from(
+    logits: Tensor, rows: SamplingRows, position: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Ids [R] drawn from draft logits [R, V], and what they were drawn from; greedy: nothing."""
+    if rows.greedy:
+        return adjust(logits, rows).argmax(dim=-1), None
+    p = probabilities(logits, rows)
+    first = torch.zeros_like(p)
+    first[:, 0] = 1.0
+    p = p.where(p.sum(dim=-1, keepdim=True).isfinite(), first)  # what is no distribution says id 0
+    return inverse_cdf(p, draw(rows, position, DRAFT)), p
+
+
+def nothing(target: Model) -> Draft:
+    """A draft of no ids."""
+    return Draft(torch.empty(0, dtype=torch.int64, device=target.device))
+
+
+def aligned(logits: Tensor, vocab_size: int) -> Tensor:
+    """Logits [R, V'] over as many ids as the target has: models pad one vocabulary differently."""
+    missing = vocab_size - logits.shape[-1]
+    return F.pad(logits, (0, missing), value=-torch.inf)  # negative: the rest is cut off
+
+
+def pass_bytes(model: Model) -> int:
+    """Bytes of the matrices that a pass reads: those of the layers, and the head."""
+    parts = [value for layer in model.layers for value in vars(layer).values()]
+    return sum(part.nbytes for part in [*parts, model.head] if isinstance(part, Weight))
+
+
+def check_same_tokens(draft: Model, target: Model) -> None:
+    """RequestError if the two were loaded with tokenizers that differ; padding is no difference."""
+    here, there = draft.directory, target.directory
+    if here is None or there is None or here == there:
+        return
+    if not Tokenizer(here).same_tokens(Tokenizer(there)):
+        raise RequestError(
+            f"the draft model's tokenizer is another one than the target's: {here} and {there}; "
+            "expected two models of one vocabulary"
+        )

@@ -1,0 +1,207 @@
+"""Drafting for a batch: who gets how many drafts in the next step, and what they are.
+
+Two kinds. What guesses from ids alone does so when the step is planned. A draft model runs within
+the step, over a second paged cache that has the same block tables: its keys and values of a token
+lie in the block where the target's do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from spindle.decode.drafters import Draft, Drafter, ModelDrafter, aligned, drawn_from
+from spindle.decode.pace import Pace
+from spindle.decode.stats import Speculation
+from spindle.kvcache.index import StepIndex
+from spindle.kvcache.paged import PagedKV
+from spindle.model.layers import Model
+from spindle.serve.recorded import Next, RecordedDecodes, Row, sampling_rows
+from spindle.serve.request import Sequence
+from spindle.serve.scheduler import Chunk
+
+
+@dataclass
+class Drafted:
+    """What a step's drafts were drawn from; the drafts themselves are their sequences'."""
+
+    probs: dict[Sequence, Draft] = field(default_factory=dict)  # those that were drawn
+
+    def behind(self) -> Draft:
+        """Those that were drawn, for the rows of the target's pass."""
+        parts = [draft.behind() for draft in self.probs.values()]
+        probs = [draft.probs for draft in parts if draft.probs is not None]
+        return Draft(torch.cat([draft.ids for draft in parts]), torch.cat(probs))
+
+
+class Seconds(NamedTuple):
+    """How long the parts of a step took: for all sequences together."""
+
+    drafting: float = 0.0
+    passing: float = 0.0
+
+
+class Drafting:
+    """Drafts that follow from ids: made when a step is planned, and read when it runs.
+
+    A sequence's own drafter and pace begin with its first round, and depend on nothing but its ids
+    and on what became of its drafts.
+    """
+
+    caches: Many[PagedKV] = ()  # that move as the target's does
+
+    def __init__(self, drafter: Drafter, model: Model, k: int, adaptive_k: bool) -> None:
+        drafter.check(model)
+        self.model, self.k = model, k
+        self._drafter, self._adaptive_k = drafter, adaptive_k
+        self._cost = drafter.cost(model)
+
+    def wanted(self, sequence: Sequence, most: int) -> int:
+        """How many drafts its next step has, `most` at most. Changes its `drafts`."""
+        if sequence.pace is None:
+            sequence.pace = Pace(self.k, self._cost, self._adaptive_k)
+        k = sequence.pace.next(most)
+        sequence.drafts = self._guesses(sequence, k) if k else []
+        return len(sequence.drafts)
+
+    def _guesses(self, sequence: Sequence, k: int) -> list[int]:
+        if sequence.drafter is None:
+            sequence.drafter = self._drafter.begin()
+        return sequence.drafter.guesses(sequence.ids, k, self.model)
+
+    def draft(self, chunks: Many[Chunk]) -> Drafted:
+        """What is left to do when the step runs, before the target's pass."""
+        return Drafted()
+
+    def note(self, sequence: Sequence, drafts: int, accepted: int, seconds: Seconds) -> None:
+        """A step has looked at so many drafts of a sequence, and accepted some; it took so long."""
+        if sequence.pace is not None:
+            sequence.pace.note(accepted, min(accepted + 1, drafts))
+        counts = sequence.speculation = sequence.speculation or Speculation()
+        counts.passes += 1
+        counts.proposed += drafts
+        counts.draft_s += seconds.drafting if drafts else 0.0
+        counts.pass_s += seconds.passing
+
+
+class ModelDrafting(Drafting):
+    """Drafts of a draft model, which keeps up with the target.
+
+    It runs over each prompt beside the target, and then when its sequence has drafts coming, or a
+    block of tokens behind. So a block is remembered only once both caches have it, and what was
+    found in one was found in both. It never writes to a block that somebody else holds. A beam
+    search has no drafts, and its draft model stays behind.
+    """
+
+    def __init__(
+        self,
+        drafter: ModelDrafter,
+        model: Model,
+        k: int,
+        adaptive_k: bool,
+        kv: PagedKV,
+        recorded: Callable[[Model, PagedKV], RecordedDecodes | None],
+    ) -> None:
+        super().__init__(drafter, model, k, adaptive_k)
+        self.draft_model = drafter.engine.model
+        pool, host = kv.pool, 0 if kv.host is None else kv.host.num_blocks
+        at = self.draft_model.dtype, self.draft_model.device
+        shape = pool.num_blocks, pool.block_size, *at, host
+        self.kv = PagedKV(self.draft_model.config, *shape, beside=kv)
+        self.caches = [self.kv]
+        self._recorded = recorded(self.draft_model, self.kv)
+
+    def _guesses(self, sequence: Sequence, k: int) -> list[int]:
+        return [0] * k  # whatever they will be
+
+    def draft(self, chunks: Many[Chunk]) -> Drafted:
+        """Run the draft model over what it has not stored, then draft a token at a time."""
+        due = [chunk for chunk in chunks if self._is_due(chunk)]
+        if not due:
+            return Drafted()
+        for chunk in due:
+            chunk.sequence.drafts = []
+        logits = self._catch_up(due)
+        live, drawn = [chunk for chunk in due if chunk.drafts], dict[Sequence, list[Tensor]]()
+        for n in range(max((chunk.drafts for chunk in live), default=0)):
+            self._draw(live, n, logits, drawn)
+            live = [chunk for chunk in live if chunk.drafts > n + 1]
+            if live:
+                spans = [(at, chunk.stop + n, 1) for at, chunk in enumerate(live)]
+                rows = [self._row(chunk, chunk.stop + n) for chunk in live]
+                logits = self._pass(rows, spans, live)
+        probs = dict[Sequence, Draft]()
+        for one, q in drawn.items():
+            probs[one] = Draft(torch.tensor(one.drafts, device=self.model.device), torch.stack(q))
+        return Drafted(probs)
+
+    def _is_due(self, chunk: Chunk) -> bool:
+        """Whether the draft model runs over a chunk's tokens now, and not later."""
+        one = chunk.sequence
+        if chunk.drafts or one.new_tokens == 0:
+            return True
+        behind = chunk.stop - (one.draft_stored or 0)
+        return one.request.beam is None and behind >= self.kv.pool.block_size
+
+    def _catch_up(self, chunks: list[Chunk]) -> Tensor:
+        """Store what is missing of the chunks; the logits [n, V'] after those with drafts."""
+        spans, rows, last = list[tuple[int, int, int]](), list[Row](), list[int]()
+        for n, chunk in enumerate(chunks):
+            start = chunk.sequence.draft_stored or 0
+            spans.append((n, start, chunk.stop - start))
+            rows += [self._row(chunk, at) for at in range(start, chunk.stop)]
+            last += [len(rows) - 1] if chunk.drafts else []
+        if all(count <= 2 for _, _, count in spans) and len(last) == len(chunks):
+            logits = self._pass(rows, spans, chunks)[last]
+        else:
+            hidden = self._hidden(rows, spans, chunks)[last]
+            logits = self.draft_model.logits(hidden) if last else hidden
+        for chunk in chunks:
+            chunk.sequence.draft_stored = chunk.stop
+        return logits
+
+    def _draw(
+        self, live: list[Chunk], n: int, logits: Tensor, drawn: dict[Sequence, list[Tensor]]
+    ) -> None:
+        """The n-th draft of each chunk, from logits [R, V']; what it was drawn from, to `drawn`."""
+        tokens = [Next(chunk.sequence, chunk.sequence.sample, n) for chunk in live]
+        position = torch.tensor([token.position for token in tokens], device=logits.device)
+        rows = sampling_rows(self.model, tokens)
+        ids, probs = drawn_from(aligned(logits, self.model.config.vocab_size), rows, position)
+        for at, (chunk, token) in enumerate(zip(live, ids.tolist(), strict=True)):
+            one = chunk.sequence
+            one.drafts.append(token)
+            if one.request.params.temperature > 0 and probs is not None:
+                drawn.setdefault(one, []).append(probs[at])
+
+    def _row(self, chunk: Chunk, at: int) -> Row:
+        """The row of a token at some position, of its own or a draft."""
+        one, P = chunk.sequence, self.kv.pool.block_size
+        token = one.ids[at] if at < len(one.ids) else one.drafts[at - len(one.ids)]
+        table = one.table.blocks
+        known = token if token < self.draft_model.config.vocab_size else 0  # a guess may be wrong
+        return Row(known, at, table[at // P] * P + at % P, at + 1, table)
+
+    def _pass(
+        self,
+        rows: list[Row],
+        spans: list[tuple[int, int, int]],
+        chunks: list[Chunk],
+    ) -> Tensor:
+        """Rows through the draft model -> logits [R, V']: replayed, where that is to be had."""
+        if self._recorded is not None and self._recorded.takes(len(rows)):
+            return self._recorded.logits(rows)
+        return self.draft_model.logits(self._hidden(rows, spans, chunks))
+
+    def _hidden(
+        self, rows: list[Row], spans: list[tuple[int, int, int]], chunks: list[Chunk]
+    ) -> Tensor:
+        """Rows through the layers of the draft model -> [R, E]; spans: (chunk, start, count)."""
+        device = self.kv.keys.device
+        view = self.kv.view(StepIndex.of(spans, device), [c.sequence.table for c in chunks])
+        return self.draft_model(torch.tensor([row.token for row in rows], device=device), view)
