@@ -343,6 +343,37 @@ def test_a_row_of_length_0_is_zeros_and_the_others_are_as_without_it(rows):
         assert torch.allclose(ours[some], alone, atol=1e-6)
 
 
+@pytest.mark.parametrize("few", [1, 5, 16])
+def test_the_tokens_of_a_short_chunk_are_rows_of_one_table_where_keys_are_read_in_place(
+    few, monkeypatch
+):
+    """As `paged_attend` is one op for all of them, whatever the numbers; longer ones are gathered.
+
+    The place says whether keys are read in place: here the twin stands for the form that does.
+    """
+    kv, other = paged(60, 4), ContiguousKV(CONFIG, torch.float64)
+    tables = {row: BlockTable(kv.pool) for row in range(4)}
+    before = [(0, 0, 5), (1, 0, 9), (3, 0, 2)]
+    step(kv, tables, before, True)
+    step_contiguous(other, before)
+    monkeypatch.setattr("spindle.kvcache.paged.FEW", few)
+    monkeypatch.setattr(kernels, "attends_in_place", lambda cache, queries=1: True)
+    op, rows, gathered = kernels.paged_attend, [], []
+    attend = kernels.attend
+    monkeypatch.setattr(
+        kernels, "paged_attend", lambda q, *rest: rows.append(len(q)) or op(q, *rest)
+    )
+    monkeypatch.setattr(
+        kernels, "attend", lambda q, *rest: gathered.append(len(q)) or attend(q, *rest)
+    )
+    chunks = [(3, 2, 6), (0, 5, 1), (2, 0, 17), (1, 9, 4)]
+    ours = step(kv, tables, chunks, True)
+    counts = [count for _, _, count in chunks]
+    assert rows == [sum(n for n in counts if n <= few)] * L
+    assert gathered == [n for n in counts if n > few] * L
+    assert (ours - step_contiguous(other, chunks)).abs().max() < 1e-9
+
+
 @pytest.mark.parametrize("alone", [True, False])
 def test_single_tokens_are_one_op_whatever_stands_beside_them(alone, monkeypatch):
     """The rows of a step that are decodes go through paged_attend once a layer, all of them."""

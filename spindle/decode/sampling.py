@@ -228,7 +228,7 @@ def probabilities(logits: Tensor, rows: SamplingRows) -> Tensor:
     A greedy row has all its weight on the argmax. A row that is no distribution gives NaN.
     """
     logits = adjust(logits, rows)
-    p = _filtered(logits, rows)
+    p = _likely(logits, rows, CANDIDATES)
     one_hot = torch.zeros_like(p).scatter_(1, logits.argmax(dim=-1, keepdim=True), 1.0)
     return torch.where((rows.temperature == 0)[:, None], one_hot, p)
 
@@ -254,20 +254,40 @@ def _drawn(logits: Tensor, rows: SamplingRows, u: Tensor, C: int) -> Tensor:
     first, and more of them for the rows that these do not settle, unless all shapes are to be the
     same at every step: the ids are. Greedy rows get any id.
     """
-    fixed = rows.fixed_shapes or logits.device.type != "cpu"
-    if fixed or not rows.filtered or C >= logits.shape[-1]:
+    if not _may_try_few(logits, rows, C):
         return inverse_cdf(_filtered(logits, rows), u)
-    tokens, settled = _drawn_of_likeliest(logits, rows, u, C)
+    ids, p, settled = _of_likeliest(logits, rows, C)
+    tokens = ids.gather(1, inverse_cdf(p, u)[:, None]).squeeze(1)
+    settled &= u < 1  # 1 finds none of them
     rest = (~settled & (rows.temperature > 0)).nonzero().squeeze(1)
     if len(rest) > 0:
         tokens[rest] = _drawn(logits[rest], rows.at(rest), u[rest], 16 * C)
     return tokens
 
 
-def _drawn_of_likeliest(
-    logits: Tensor, rows: SamplingRows, u: Tensor, C: int
-) -> tuple[Tensor, Tensor]:
-    """Ids drawn from each row's C likeliest tokens [R], and whether all of V would give them [R].
+def _likely(logits: Tensor, rows: SamplingRows, C: int) -> Tensor:
+    """What is `_filtered` of adjusted logits [R, V], made of few of them where `_drawn` would."""
+    if not _may_try_few(logits, rows, C):
+        return _filtered(logits, rows)
+    ids, few, settled = _of_likeliest(logits, rows, C)
+    p = few.new_zeros(logits.shape).scatter_(1, ids, few)
+    settled &= few.isfinite().all(dim=-1)  # what is no distribution is NaN throughout
+    rest = (~settled).nonzero().squeeze(1)
+    if len(rest) > 0:
+        p[rest] = _likely(logits[rest], rows.at(rest), 16 * C)
+    return p
+
+
+def _may_try_few(logits: Tensor, rows: SamplingRows, C: int) -> bool:
+    """Whether a row's likeliest C tokens may be all that is needed of V, and less work."""
+    fixed = rows.fixed_shapes or logits.device.type != "cpu"
+    return not fixed and rows.filtered and C < logits.shape[-1]
+
+
+def _of_likeliest(logits: Tensor, rows: SamplingRows, C: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What is `_filtered` of each row's C likeliest tokens alone: their ids, and it, [R, C] both.
+
+    And whether all of V would give the same [R].
 
     Where all that is kept is among them, and none of its equals is outside, the same numbers are
     added in the same order, but for zeros: the same bits. Only the mass of all tokens, which the
@@ -282,11 +302,10 @@ def _drawn_of_likeliest(
     whole = whole.where(top_k >= V, torch.nan)
     sorted_p, order, before = _ranked(x, p.gather(1, ids), rows, whole)
     kept = sorted_p.where(_in_nucleus(before, rows), 0.0)
-    at = inverse_cdf(_normalised(torch.zeros_like(kept).scatter_(1, order, kept)), u)
     inside = (kept == 0) | (x.gather(1, order) > x.amin(dim=-1, keepdim=True))
     clear = (sorted_p == 0) | ((before - top_p).abs() > 2 * V * EPS64)
-    settled = (inside & (clear | (top_k <= C))).all(dim=-1) & (u < 1)  # 1 finds none of them
-    return ids.gather(1, at[:, None]).squeeze(1), settled
+    settled = (inside & (clear | (top_k <= C))).all(dim=-1)
+    return ids, _normalised(torch.zeros_like(kept).scatter_(1, order, kept)), settled
 
 
 def _filtered(logits: Tensor, rows: SamplingRows) -> Tensor:

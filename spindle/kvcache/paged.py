@@ -133,12 +133,17 @@ class DecodeView:
         return kernels.paged_attend(q, keys, values, self._tables, self._lengths, scale)
 
 
+FEW = 16  # tokens of a chunk that are read as so many rows of one table
+
+
 class PagedView(DecodeView):
     """One step on a PagedKV: each layer writes its new keys, then attends over all.
 
-    Chunks of one token are one op over the tables, whatever their number. A longer chunk gathers
-    its sequence's keys into a row and attends like the contiguous cache. `batched` False: all
-    chunks do, which is the path that is equal to the contiguous cache bit for bit.
+    Chunks of one token are one op over the tables, whatever their number, and so are those of a few
+    tokens where that op reads keys where they lie: each token sees as far as its own position. A
+    longer chunk gathers its sequence's keys into a row and attends like the contiguous cache.
+    `batched` False: all chunks do, which is the path that is equal to the contiguous cache bit for
+    bit.
     """
 
     batched = True
@@ -156,7 +161,14 @@ class PagedView(DecodeView):
             for p in range(start, start + count)
         ]
         self._slots = torch.tensor(slots, device=self._device)  # [T], for `write`
-        self._decodes = [chunk for chunk in self._chunks if chunk[1] == 1]
+        few = FEW if kernels.attends_in_place(kv.keys) else 1
+        self._decodes = [
+            (p, t + p - start, table)
+            for start, count, t, table in self._chunks
+            if count <= few
+            for p in range(start, start + count)
+        ]
+        self._few = few
         if self._decodes:
             self._rows, self._tables, self._lengths = self._decode_tensors()
 
@@ -168,7 +180,7 @@ class PagedView(DecodeView):
         if self.batched and self._decodes:
             out[self._rows] = super().attend(layer, q[self._rows], scale)
         for start, count, t, table in self._chunks:
-            if count > 1 or not self.batched:
+            if count > self._few or not self.batched:
                 mine = slice(t, t + count)
                 k, v = (self._gather(x, table, start + count) for x in self._kv.layers[layer])
                 out[mine] = kernels.attend(q[mine], k, v, start, scale)
@@ -177,10 +189,10 @@ class PagedView(DecodeView):
     def _decode_tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """Of single tokens: rows of q [R], tables [R, B] filled up with block 0, lengths [R]."""
         P = self._kv.pool.block_size
-        lengths = [start + 1 for start, _, _, _ in self._decodes]
+        lengths = [position + 1 for position, _, _ in self._decodes]
         width = max(-(-length // P) for length in lengths)
-        tables = [(table + [0] * width)[:width] for *_, table in self._decodes]
-        rows = [t for _, _, t, _ in self._decodes]
+        tables = [(table + [0] * width)[:width] for _, _, table in self._decodes]
+        rows = [t for _, t, _ in self._decodes]
         made = (torch.tensor(x, device=self._device) for x in (rows, tables, lengths))
         return tuple(made)  # type: ignore[return-value]
 
