@@ -182,27 +182,44 @@ class Speculator:
         self, run: Run, prompt: list[int], start: Callable[[], Tensor]
     ) -> Generator[int, None, None]:
         """The answer's ids; `start` runs the prompt and gives the logits [1, V] that follow it."""
-        run.stats.speculation = counts = Speculation()
+        run.stats.speculation = Speculation()
         if run.limit == 0:
             return
         engine, drafter, ids = self.engine, self.drafter.begin(), list(prompt)
         pace = Pace(self.k, drafter.cost(engine.model), self.adaptive_k)
         verdict = self._judge(start(), nothing(engine.model), run, prompt)
         while True:
-            now = run.stats.now()
-            for n, row in enumerate(verdict.table):
-                if row[0][0] < 0:
-                    refuse_logits(verdict.logits[n], len(ids))
-                if run.token_ids:  # the first one is from the prompt's pass
-                    counts.note(drafted=n < verdict.drafts, accepted=n < verdict.accepted)
-                ids.append(run.take(row, at=now))
-                with engine.alone(run):
-                    yield ids[-1]
-                if run.ended:
-                    return
+            yield from self._give(verdict, ids, run)
+            if run.ended:
+                return
             k = pace.next(run.limit - len(run.token_ids) - 1)
             verdict = self._round(drafter, k, ids, run, prompt)
             pace.note(verdict.accepted, min(verdict.accepted + 1, verdict.drafts))
+
+    def _give(self, verdict: Verdict, ids: list[int], run: Run) -> Generator[int, None, None]:
+        """A pass's tokens, one by one; where they are broken off, the engine forgets the rest."""
+        engine, counts, now = self.engine, run.stats.speculation, run.stats.now()
+
+        def forget() -> None:
+            engine.shorten(min(engine.length, len(ids) - 1))
+
+        for n, row in enumerate(verdict.table):
+            if row[0][0] < 0:
+                forget()
+                refuse_logits(verdict.logits[n], len(ids))
+            if run.token_ids and counts is not None:  # the first one is from the prompt's pass
+                counts.note(drafted=n < verdict.drafts, accepted=n < verdict.accepted)
+            ids.append(run.take(row, at=now))
+            if run.ended:
+                forget()
+            changes = engine.changes
+            try:
+                with engine.alone(run):
+                    yield ids[-1]
+            except GeneratorExit:
+                if engine.changes == changes:  # else it is somebody else's by now
+                    forget()
+                raise
 
     def _round(
         self, drafter: Drafter, k: int, ids: list[int], run: Run, prompt: list[int]
@@ -230,17 +247,15 @@ class Speculator:
         return verdict
 
     def _judge(self, logits: Tensor, draft: Draft, run: Run, prompt: list[int]) -> Verdict:
-        """What the target says in each row, read from the device at once."""
+        """What the target says in each row, as far as it counts."""
         k, at = len(draft.ids), len(prompt) + len(run.token_ids)
         rows = self._next_row(run, prompt).ahead(draft.ids)
         position = torch.arange(at, at + k + 1, device=logits.device)
         said = verified(logits, rows, position, draft.behind())
         most = run.params.logprobs
         table = said[:, None, None] if most is None else logprob_table(logits, said, most)
-        count = accepted(said, draft.ids)
-        agreed, *numbers = torch.cat((count[None].double(), table.double().flatten())).tolist()
-        read = torch.tensor(numbers, dtype=torch.float64).view(table.shape)
-        return Verdict(logits, k, int(agreed), read[: int(agreed) + 1].tolist())
+        agreed = int(accepted(said, draft.ids))  # waits for the device
+        return Verdict(logits, k, agreed, table[: agreed + 1].tolist())
 
     def _next_row(self, run: Run, prompt: list[int]) -> SamplingRows:
         """How the answer's next token is sampled, [1]."""

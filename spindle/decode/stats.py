@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -151,8 +151,9 @@ class Speculation:
     def total(parts: Iterable[Speculation | None]) -> Speculation | None:
         """The sum of several; None if there are none."""
         there = [vars(part) for part in parts if part is not None]
-        names = [field.name for field in fields(Speculation)]
-        return Speculation(*(sum(one[name] for one in there) for name in names)) if there else None
+        if not there:
+            return None
+        return Speculation(**{name: sum(one[name] for one in there) for name in there[0]})
 
     def note(self, drafted: bool, accepted: bool) -> None:
         """The answer gained a token, for which there was a draft or not, which it is or not."""

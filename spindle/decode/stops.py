@@ -28,6 +28,8 @@ class StopScanner:
 
     def push(self, text: str, may_stop: bool = True) -> str:
         """The text that can be shown now. A stop completed while `may_stop` is false is text."""
+        if not self._stops:  # nothing is ever held back
+            return text
         released: list[str] = []
         for character in text if self.matched is None else "":
             self._held.append(character)
