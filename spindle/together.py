@@ -14,7 +14,7 @@ from tqdm import tqdm
 from spindle import cli
 from spindle.decode.stats import Speculation
 from spindle.errors import RequestError
-from spindle.serve.interrupts import held_back
+from spindle.interrupts import held_back
 
 if TYPE_CHECKING:
     from spindle.decode.params import SamplingParams

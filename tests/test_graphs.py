@@ -5,8 +5,11 @@ again on the same memory, and is wrong where a graph would be.
 """
 
 import contextlib
+import itertools
 import logging
 import random
+import signal
+import sys
 
 import pytest
 import shapes
@@ -556,3 +559,49 @@ def test_a_load_that_fails_is_not_taken_for_done(model, monkeypatch):
         done |= {o.request_id: o.outputs[0].token_ids for o in llm.step() if o.finished}
     for name, one, n in zip(names, params, range(2), strict=True):
         assert done[name] == alone(model, [5 + n] * 4, one)
+
+
+def test_wherever_a_replayed_step_of_the_batch_is_broken_off_it_can_be_done_again():
+    """B103: a Ctrl-C at each line of recorded.py in turn, in a step whose tables have grown."""
+    model, params = MODELS["llama"], SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
+    options = {"block_size": 4, "max_model_len": 32, "max_seqs": 2, "num_blocks": 16}
+    prompts = [[3, 1, 4], [1, 5, 9, 2]]
+    right = [alone(model, prompt, params) for prompt in prompts]
+    for at in range(400):
+        llm = LLM(model, graphs=graphs.recording, prefix_cache=False, **options)
+        names, done, came = [llm.add(prompt, params) for prompt in prompts], {}, False
+        for n in itertools.count():
+            if not llm.has_unfinished:
+                break
+            if n in (2, 3):
+                came |= ctrl_c_at_a_line_of("serve/recorded.py", at if n == 2 else at // 2, llm)
+            done |= {o.request_id: o.outputs[0].token_ids for o in llm.step() if o.finished}
+        assert [done[name] for name in names] == right, at
+        if not came:
+            assert at > 20
+            return
+    raise AssertionError("a step has more lines than that?")
+
+
+def ctrl_c_at_a_line_of(file, at, llm):
+    """Step with a Ctrl-C at the at-th line of a file of ours; whether it came."""
+    left = [at]
+
+    def trace(frame, event, arg):
+        if not frame.f_code.co_filename.endswith(file):
+            return None
+        if event == "line":
+            left[0] -= 1
+            if left[0] == -1:
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        llm._news += llm.step()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False

@@ -20,8 +20,8 @@ from spindle.decode.engine import Engine
 from spindle.decode.params import SamplingParams
 from spindle.decode.text import stream_text
 from spindle.errors import RequestError
+from spindle.interrupts import held_back
 from spindle.model.weights import load_hf, random_model
-from spindle.serve.interrupts import held_back
 from spindle.serve.llm import LLM
 from spindle.tokenizer import Tokenizer
 

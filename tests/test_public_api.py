@@ -79,11 +79,12 @@ def test_importing_spindle_takes_little_beyond_torch():
 
 # A room may import itself and what stands here; a module's own line goes before its folder's.
 # Only modules of spindle count. `*`: anything.
-EVERYONE_MAY = ("errors", "config", "paths")
+EVERYONE_MAY = ("errors", "config", "paths", "interrupts")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
     "config": (),
     "paths": (),
+    "interrupts": (),
     "chat_template": (),
     "tokenizer": ("hub", "chat_template"),
     "recipes": ("gguf_import",),  # hub, recipes and gguf_import are the room "hub"

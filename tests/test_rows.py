@@ -1,6 +1,7 @@
 """Rows of an engine: each is its own forward pass, whatever the others have stored."""
 
 import itertools
+import signal
 import sys
 
 import hypothesis.strategies as st
@@ -217,8 +218,11 @@ def test_what_was_begun_goes_on_whatever_makes_the_cache_anew(model, wish, grows
         assert [column[row] for column in got] == alone(model, PROMPTS[row], WISHES[wish], 7)
 
 
-def test_wherever_a_step_is_broken_off_it_can_be_done_again(model):
+@pytest.mark.parametrize("grows", [False, True], ids=["as it is", "cache grows"])
+def test_wherever_a_step_is_broken_off_it_can_be_done_again(model, grows, monkeypatch):
     """An interrupt at each line of rows.py and step.py in turn; the caller has its tokens still."""
+    if grows:  # in the step that is broken off
+        monkeypatch.setattr("spindle.decode.rows.FIRST_CAPACITY", len(PROMPT) + 1)
     right = alone(model, PROMPT, WISHES["penalised"], 6)
     for at in range(200):
         engine = Engine(model)
@@ -241,7 +245,7 @@ def test_wherever_a_step_is_broken_off_it_can_be_done_again(model):
 
 
 def interrupted(work, at):
-    """Run it with a KeyboardInterrupt at the at-th line of the engine's files; whether it came."""
+    """Run it with a Ctrl-C at the at-th line of the engine's files; whether it came."""
     left = [at]
 
     def trace(frame, event, arg):
@@ -250,7 +254,7 @@ def interrupted(work, at):
         if event == "line":
             if left[0] == 0:
                 left[0] = -1
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
             left[0] -= 1
         return trace
 

@@ -19,6 +19,7 @@ from spindle.decode.sampling import SamplingRows
 from spindle.decode.stats import StepTimes
 from spindle.decode.step import ChunkStep, DecodeStep
 from spindle.errors import RequestError, shown
+from spindle.interrupts import held_back
 from spindle.kvcache.static import StaticKV
 from spindle.model.layers import Model
 from spindle.tokenizer import check_ids
@@ -35,6 +36,7 @@ class StaticRows:
     cache doubles, up to max_seq_len, and the steps are made anew over the larger one.
     """
 
+    lengths: list[int]
     _last: DecodeStep | None  # whose tokens were drawn last
 
     def __init__(
@@ -59,8 +61,8 @@ class StaticRows:
         self.changes = 0  # to the sequences, by whomever: a stream sees if it was not alone
         self._rewinds = 0  # times that something stored was given up
         self._last, self._settled = None, True
-        self._allocate(self.rows, min(FIRST_CAPACITY, self.max_seq_len))
-        self.lengths = [0] * self.rows
+        kv = self._new_cache(self.rows, min(FIRST_CAPACITY, self.max_seq_len))
+        self._take_over(kv, [0] * self.rows)
 
     def record_with(self, record: Callable[[Any], Body] | None, fixed_shapes: bool = True) -> None:
         """Have each step recorded by this when it is first run, then replayed (`graphs.enable`).
@@ -285,26 +287,29 @@ class StaticRows:
     def _resize(self, rows: int, capacity: int) -> None:
         """A cache of that size, with what the rows of the old one have stored."""
         old, kept = self._kv, min(rows, self._kv.rows)
-        self._allocate(rows, capacity)
-        for new, before in ((self._kv.keys, old.keys), (self._kv.values, old.values)):
+        kv, lengths = self._new_cache(rows, capacity), (self.lengths + [0] * rows)[:rows]
+        for new, before in ((kv.keys, old.keys), (kv.values, old.values)):
             new[:, :kept, : old.capacity] = before[:, :kept]
-        with self._changing():
-            self.lengths = (self.lengths + [0] * rows)[:rows]
-            self.seq_lens.copy_(torch.tensor(self.lengths))
+        self._take_over(kv, lengths)
 
-    def _allocate(self, rows: int, capacity: int) -> None:
-        """A new cache; the steps of the old one are forgotten, as they write to its tensors."""
+    def _take_over(self, kv: StaticKV, lengths: list[int]) -> None:
+        """Have another cache; the steps of the old one are forgotten, as they write to that."""
+        seq_lens = torch.tensor(lengths, device=self.model.device)
+        with held_back():
+            self._kv, self.lengths, self.seq_lens, self._settled = kv, lengths, seq_lens, True
+            self._forget_steps()
+
+    def _new_cache(self, rows: int, capacity: int) -> StaticKV:
+        """An empty cache of that size. RequestError: no memory."""
         model = self.model
         try:
-            self._kv = StaticKV(model.config, rows, capacity, model.dtype, model.device)
+            return StaticKV(model.config, rows, capacity, model.dtype, model.device)
         except RuntimeError as cause:  # torch has no narrower one for a CPU
             size = rows * capacity * model.config.kv_bytes(model.dtype.itemsize)
             raise RequestError(
                 f"no memory for {rows} rows of {capacity} tokens: {size / 1e9:.1f} GB of keys and "
                 "values; lower max_seq_len"
             ) from cause
-        self.seq_lens = torch.zeros(rows, dtype=torch.int64, device=model.device)
-        self._forget_steps()
 
     def _forget_steps(self) -> None:
         """Make the steps anew when they are needed; at once the one that has been begun."""

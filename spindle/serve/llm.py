@@ -24,13 +24,13 @@ from spindle.decode.pace import check_k
 from spindle.decode.params import SamplingParams, check_count, check_prompt, check_real
 from spindle.decode.speculative import drafter_for
 from spindle.errors import RequestError, shown
+from spindle.interrupts import held_back
 from spindle.kvcache.blocks import BlockTable
 from spindle.kvcache.paged import PagedKV
 from spindle.model.layers import Model
 from spindle.model.weights import check_quantize, load_hf
 from spindle.serve.deltas import DeltaStream
 from spindle.serve.drafting import Drafting, ModelDrafting
-from spindle.serve.interrupts import held_back
 from spindle.serve.outputs import RequestOutput, output_of
 from spindle.serve.recorded import LARGEST, RecordedDecodes
 from spindle.serve.request import Request, Sequence

@@ -27,6 +27,7 @@ NOTHING = Prefix([])
 
 
 STEEP = 8  # rows of a step on a CPU from which on each one more takes longer
+KEPT_BYTES = 128 * 2**20  # of the recorded steps of an LLM, 4 bytes a row and id in float32
 LARGEST = 64  # rows of a recorded step with drafts: beyond, what is saved is a small part
 
 
@@ -99,11 +100,18 @@ class PagedStep:
     All that differs from step to step is in one tensor, `index`: of each row its token, position,
     slot and length, then its block table, `width` blocks wide (`tell`). `tokens` [B] and `logits`
     [B, V] come out. A row that is nobody's has its token in the scratch block, and reads that one
-    alone. sampling: how each row draws; None: nothing is drawn, the logits are wanted.
+    alone. sampling: how each row draws; None: nothing is drawn, the logits are wanted. logits: rows
+    of which the first B are this step's while it runs; by default its own.
     """
 
     def __init__(
-        self, model: Model, kv: PagedKV, B: int, sampling: SamplingRows | None, width: int
+        self,
+        model: Model,
+        kv: PagedKV,
+        B: int,
+        sampling: SamplingRows | None,
+        width: int,
+        logits: Tensor | None = None,
     ) -> None:
         self.model, self.sampling = model, sampling
         self.index = torch.zeros(B * (4 + width), dtype=torch.int64, device=model.device)
@@ -112,8 +120,7 @@ class PagedStep:
         self._ids, positions, slots, self._lengths = columns
         self._view = kv.decode(positions, slots, tables, self._lengths)
         self.tokens = torch.zeros(B, dtype=torch.int64, device=model.device)
-        V = model.config.vocab_size
-        self.logits = torch.zeros(B, V, dtype=model.dtype, device=model.device)
+        self.logits = empty_logits(model, B) if logits is None else logits[:B]
 
     def tell(self, rows: Many[Row]) -> None:
         """Where its B rows are in the next step. Of a table, what was there before may stay behind.
@@ -124,8 +131,8 @@ class PagedStep:
         columns.copy_(torch.tensor([row[:4] for row in rows]).t())
         for n, row in enumerate(rows):
             if row.table != self._tables[n]:
-                self._tables[n] = list(row.table)
                 tables[n, : len(row.table)] = torch.tensor(row.table)
+                self._tables[n] = list(row.table)  # now, and not before: we may be broken off
         self.index.copy_(self._host, non_blocking=True)
 
     def run(self) -> None:
@@ -151,8 +158,17 @@ class PagedStep:
         return [self.index, self.tokens, self.logits, *drawn_by]
 
 
+def empty_logits(model: Model, rows: int) -> Tensor:
+    """Where logits [rows, V] will be."""
+    return torch.empty(rows, model.config.vocab_size, dtype=model.dtype, device=model.device)
+
+
 class RecordedDecodes:
-    """The decode steps of a batch over `PagedStep`s, each recorded when it is first needed."""
+    """The decode steps of a batch over `PagedStep`s, each recorded when it is first needed.
+
+    They share one place for logits. What else a recorded step keeps is as large, the head's output:
+    so of many only those that were used last are kept, KEPT_BYTES of such rows.
+    """
 
     def __init__(
         self, model: Model, kv: PagedKV, record: Recorder, max_rows: int, max_model_len: int
@@ -161,7 +177,8 @@ class RecordedDecodes:
         self._on_cpu = record is cpu_graph  # which leaves the draw to be run
         self._buckets = buckets(max_rows, steep=self._on_cpu)
         self._width = -(-max_model_len // kv.pool.block_size)
-        self._steps: dict[tuple[int, ...], tuple[PagedStep, Replay]] = {}
+        self._logits = empty_logits(model, self._buckets[-1])
+        self._steps: dict[tuple[int, ...], tuple[PagedStep, Replay]] = {}  # the last used last
         self._loaded: list[Next] = []  # whose parameters the last step has
 
     def takes(self, rows: int) -> bool:
@@ -182,6 +199,7 @@ class RecordedDecodes:
     def logits(self, rows: list[Row]) -> Tensor:
         """A pass over these rows -> [R, V], overwritten by the next one; nothing is drawn."""
         bucket = self._bucket(len(rows))
+        self._loaded = []
         self._choose((bucket,), bucket, None)
         step = self._replay(rows + [self._nobody()] * (bucket - len(rows)))
         return step.logits[: len(rows)]
@@ -207,15 +225,25 @@ class RecordedDecodes:
 
     def _choose(self, key: tuple[int, ...], B: int, sampling: SamplingRows | None) -> PagedStep:
         """The step of that kind, recorded with rows that are nobody's if there is none."""
-        if key not in self._steps:
+        made = self._steps.pop(key, None)
+        if made is None:
+            self._let_go(B)
             if sampling is not None:
                 rows = torch.arange(B, device=self.model.device)
                 sampling = replace(sampling.select(rows), fixed_shapes=not self._on_cpu)
-            step = PagedStep(self.model, self.kv, B, sampling, self._width)
+            step = PagedStep(self.model, self.kv, B, sampling, self._width, self._logits)
             step.tell(self._rows([], B))
-            self._steps[key] = step, self._record(step)
-        self._step = self._steps[key]
-        return self._step[0]
+            made = step, self._record(step)
+        self._step = self._steps[key] = made
+        return made[0]
+
+    def _let_go(self, more: int) -> None:
+        """Forget the recorded steps that were used longest ago: so many rows are to come."""
+        row_bytes = self._logits[0].nbytes
+        rows = more + sum(len(step.tokens) for step, _ in self._steps.values())
+        while self._steps and rows * row_bytes > KEPT_BYTES:
+            step, _ = self._steps.pop(next(iter(self._steps)))
+            rows -= len(step.tokens)
 
     def _rows(self, chunks: Many[Chunk], bucket: int) -> list[Row]:
         """All that the step is told: of each chunk's tokens, and of the rows that are nobody's."""
