@@ -12,5 +12,6 @@ BENCHES = {
     "quantize": "weights in 8 bits: bytes, logits, how well a text is foretold, an answer",
     "replay": "one trace in two memories: slots reserved at admission, or blocks as tokens come",
     "scale": "cost as work grows: requests waiting, context, rows, a prompt's length, tokens held",
+    "spec": "speculation: drafts against plain decoding, by turns, and what arithmetic predicts",
     "traffic": "many users: static batches against continuous ones, and transformers",
 }

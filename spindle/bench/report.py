@@ -6,7 +6,6 @@ import argparse
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from spindle.errors import RequestError
 
@@ -24,7 +23,7 @@ def check_json(file: Path | None) -> None:
         raise RequestError(f"--json {file}: there is no directory {file.parent}")
 
 
-def publish(result: dict[str, Any], text: str, file: Path | None) -> None:
+def publish(result: object, text: str, file: Path | None) -> None:
     """Print the text, and write the figures if a file was named."""
     print(text)
     if file is not None:

@@ -187,13 +187,14 @@ class Speculator:
             return
         engine, drafter, ids = self.engine, self.drafter.begin(), list(prompt)
         pace = Pace(self.k, drafter.cost(engine.model), self.adaptive_k)
-        verdict = self._judge(start(), nothing(engine.model), run, prompt)
+        sampler = Sampler(engine.model, run, prompt)
+        verdict = self._judge(start(), nothing(engine.model), sampler)
         while True:
             yield from self._give(verdict, ids, run)
             if run.ended:
                 return
             k = pace.next(run.limit - len(run.token_ids) - 1)
-            verdict = self._round(drafter, k, ids, run, prompt)
+            verdict = self._round(drafter, k, ids, sampler)
             pace.note(verdict.accepted, min(verdict.accepted + 1, verdict.drafts))
 
     def _give(self, verdict: Verdict, ids: list[int], run: Run) -> Generator[int, None, None]:
@@ -221,22 +222,21 @@ class Speculator:
                     forget()
                 raise
 
-    def _round(
-        self, drafter: Drafter, k: int, ids: list[int], run: Run, prompt: list[int]
-    ) -> Verdict:
+    def _round(self, drafter: Drafter, k: int, ids: list[int], sampler: Sampler) -> Verdict:
         """Draft, run the target over what it has not stored yet and the drafts, and judge."""
-        engine, counts, clock = self.engine, run.stats.speculation, run.stats.now
+        engine, stats = self.engine, sampler.run.stats
+        counts, clock = stats.speculation, stats.now
         assert counts is not None and engine.length == len(ids) - 1
         begun, draft = clock(), nothing(engine.model)
         if k:
-            draft = drafter.draft(ids, k, self._next_row(run, prompt), engine.model)
+            draft = drafter.draft(ids, k, sampler.next(), engine.model)
         drafted = clock()
         last = torch.tensor(ids[-1:], dtype=torch.int64, device=draft.ids.device)
-        with engine.timed(run):
+        with engine.timed(sampler.run):
             logits = engine.chunk(torch.cat((last, draft.ids))[None])[0]  # [k + 1, V]
         kept = len(ids)
         try:
-            verdict = self._judge(logits, draft, run, prompt)
+            verdict = self._judge(logits, draft, sampler)
             kept += verdict.accepted
         finally:
             engine.shorten(kept)
@@ -246,22 +246,47 @@ class Speculator:
         counts.pass_s += clock() - drafted
         return verdict
 
-    def _judge(self, logits: Tensor, draft: Draft, run: Run, prompt: list[int]) -> Verdict:
+    def _judge(self, logits: Tensor, draft: Draft, sampler: Sampler) -> Verdict:
         """What the target says in each row, as far as it counts."""
-        k, at = len(draft.ids), len(prompt) + len(run.token_ids)
-        rows = self._next_row(run, prompt).ahead(draft.ids)
+        k, at, most = len(draft.ids), sampler.position, sampler.run.params.logprobs
         position = torch.arange(at, at + k + 1, device=logits.device)
-        said = verified(logits, rows, position, draft.behind())
-        most = run.params.logprobs
+        said = verified(logits, sampler.ahead(draft.ids), position, draft.behind())
         table = said[:, None, None] if most is None else logprob_table(logits, said, most)
         agreed = int(accepted(said, draft.ids))  # waits for the device
         return Verdict(logits, k, agreed, table[: agreed + 1].tolist())
 
-    def _next_row(self, run: Run, prompt: list[int]) -> SamplingRows:
-        """How the answer's next token is sampled, [1]."""
-        prefix, model = Prefix(prompt, run.token_ids), self.engine.model
+
+class Sampler:
+    """How the tokens of one answer are sampled, in rows; made anew where what was said counts."""
+
+    def __init__(self, model: Model, run: Run, prompt: list[int]) -> None:
+        self.model, self.run, self.prompt = model, run, prompt
+        self._made: dict[int, SamplingRows] = {}  # rows by their number, if they stay the same
+
+    @property
+    def position(self) -> int:
+        """Of the next token."""
+        return len(self.prompt) + len(self.run.token_ids)
+
+    def next(self) -> SamplingRows:
+        """The next token's row, [1]."""
+        if 1 in self._made:
+            return self._made[1]
+        run, model, prefix = self.run, self.model, Prefix(self.prompt, self.run.token_ids)
         of_model = (model.config.eos_ids, model.config.vocab_size)
-        return SamplingRows.of([run.params], model.device, [run.sample], [prefix], *of_model)
+        row = SamplingRows.of([run.params], model.device, [run.sample], [prefix], *of_model)
+        if not row.counts:
+            self._made[1] = row
+        return row
+
+    def ahead(self, drafts: Tensor) -> SamplingRows:
+        """The rows of the next token and of those after each draft, [k + 1]."""
+        rows = self._made.get(len(drafts) + 1)
+        if rows is None:
+            rows = self.next().ahead(drafts)
+            if not rows.counts:
+                self._made[len(drafts) + 1] = rows
+        return rows
 
 
 class Verdict(NamedTuple):
