@@ -81,6 +81,7 @@ def check_plot(file: Path | None) -> None:
         raise RequestError(f"--plot {file}: expected a name that ends in .png, .svg or .pdf")
     if file.is_dir() or not file.resolve().parent.is_dir():
         raise RequestError(f"--plot {file}: expected a file in a directory that is there")
+    report.check_writable("--plot", file)
 
 
 def measure(

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from spindle.errors import RequestError
+from spindle.errors import RequestError, SpindleError
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -21,13 +21,36 @@ def check_json(file: Path | None) -> None:
         raise RequestError(f"--json {file}: it is a directory; expected a file")
     if file is not None and not file.resolve().parent.is_dir():
         raise RequestError(f"--json {file}: there is no directory {file.parent}")
+    if file is not None:
+        check_writable("--json", file)
+
+
+def check_writable(option: str, file: Path) -> None:
+    """RequestError if the file cannot be opened for writing; it is left as it is, or not there."""
+    was_there = file.exists()
+    try:
+        with file.open("ab"):
+            pass
+    except OSError as cause:
+        raise RequestError(f"{option} {file}: {cause.strerror or cause}") from None
+    if not was_there:
+        file.unlink()
 
 
 def publish(result: object, text: str, file: Path | None) -> None:
-    """Print the text, and write the figures if a file was named."""
+    """Print the text, and write the figures if a file was named. SpindleError: it is full."""
     print(text)
-    if file is not None:
+    if file is None:
+        return
+    try:
         file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    except OSError as cause:
+        raise SpindleError(f"--json {file}: {cause.strerror or cause}") from None
+
+
+def disturbed(what: str) -> str:
+    """A sentence that says by what a run shows that something else took the machine's time."""
+    return f"Disturbed: {what}. Something else was running; measure again when nothing is."
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -273,6 +273,7 @@ def jobs(
     ]
 
 
+LEFT_OVER = 0.25  # of a step, beyond which its parts are not to be believed
 COLUMNS = ["part", "ms a step", "share", "calls", "must move, MB", "GB/s", "of the read speed"]
 
 
@@ -293,7 +294,11 @@ def tables(job: dict[str, Any]) -> list[str]:
         f"Outside the model: {job['outside_share']:.1%}. Timed in parts, and nothing taken off, a "
         f"step is {job['in_parts_ms']:.3f} ms: {added:+.1%}."
     )
-    return [heading, report.table(COLUMNS, [*parts, *ends]), notes]
+    texts = [heading, report.table(COLUMNS, [*parts, *ends]), notes]
+    left_over = job["left_over_ms"] / job["step_ms"]
+    if abs(left_over) > LEFT_OVER:
+        texts.append(report.disturbed(f"the parts leave {left_over:.0%} of the step over"))
+    return texts
 
 
 def _line(name: str, part: dict[str, Any]) -> list[str]:

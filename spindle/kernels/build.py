@@ -56,12 +56,16 @@ _reasons: dict[str, str] = {}
 def library(name: str) -> ctypes.CDLL | None:
     """The library of csrc/NAME.cpp, built if it is not in the cache; None where it cannot be.
 
-    Safe when several processes build at once: each compiles for itself, and the last one stays.
+    Safe when several processes build at once: each compiles for itself, and the last one stays. Why
+    there is none of the ops is said once, as a warning of the logger `spindle.kernels.build`.
     """
     try:
         return ctypes.CDLL(str(built(name)))
     except OSError as cause:
         _reasons[name] = str(cause)
+        wanted = os.environ.get("SPINDLE_NO_EXT") != "1"
+        if name == "cpu" and wanted and sys.platform == "linux":
+            _log.warning("native CPU code: not used, plain torch is slower: %s", cause)
         return None
 
 
@@ -94,10 +98,21 @@ def place(name: str) -> Path:
 
 
 def compiler() -> str | None:
-    """The path of $CXX, or of the first of the usual names; None if there is no such command."""
+    """The path of $CXX, or of the first of the usual names; None if there is no such command.
+
+    Of these a clang comes last, whatever it is called: its OpenMP is another one than torch's.
+    """
     wanted = os.environ.get("CXX")
     names = (wanted,) if wanted else COMPILERS
-    return next((found for name in names if (found := shutil.which(name))), None)
+    found = [path for name in names if (path := shutil.which(name))]
+    return min(found, key=_is_clang) if len(found) > 1 else next(iter(found), None)
+
+
+def _is_clang(command: str) -> bool:
+    try:
+        return b"clang" in version(command)
+    except OSError:  # it does not answer
+        return True
 
 
 def no_compiler() -> str:
