@@ -980,3 +980,140 @@ def test_several_prompts_show_a_bar_at_a_terminal_and_none_in_a_pipe(
     monkeypatch.setattr("sys.stderr", stderr := stream())
     assert cli.main(["generate", "-m", str(checkpoint), *TWO, "-q"]) == 0
     assert ("2/2" in stderr.getvalue()) == shown
+
+
+# --- drafts --------------------------------------------------------------------------------------
+
+REPETITIVE = "def add(a, b):\n    return a + b\n\n" * 3
+REPEAT = ("-p", REPETITIVE, "-n", "40", "--temperature", "0", "--ignore-eos")
+DRAFTS = {"ngram": ["--ngram"], "model": ["--draft", "tiny-draft"], "int8": ["--draft", "int8"]}
+COUNTS = {"passes", "tokens", "proposed", "judged", "accepted"}
+SHARES = {"acceptance_rate", "tokens_per_pass", "draft_share"}
+
+
+@pytest.mark.parametrize("by", DRAFTS)
+def test_drafts_change_no_token_and_are_counted(by, capsys: pytest.CaptureFixture[str]) -> None:
+    """B47: drafts were made, and some accepted; 40 tokens come from fewer passes.
+
+    float64, so that the tokens are the same in all digits.
+    """
+    plain = as_json("tiny", capsys, *REPEAT, "--dtype", "float64")
+    drafted = as_json("tiny", capsys, *REPEAT, "--dtype", "float64", *DRAFTS[by])
+    assert drafted["token_ids"] == plain["token_ids"] and drafted["text"] == plain["text"]
+    counts = drafted["stats"]["speculation"]
+    assert set(counts) == COUNTS | SHARES and "speculation" not in plain["stats"]
+    assert 0 < counts["accepted"] <= counts["judged"] <= counts["proposed"]
+    assert counts["passes"] < counts["tokens"] == 39
+    assert counts["acceptance_rate"] == counts["accepted"] / counts["judged"]
+    assert 0 < counts["draft_share"] < 1
+
+
+def test_k_is_the_most_that_a_pass_has(capsys: pytest.CaptureFixture[str]) -> None:
+    """B47: it arrives; of 0 drafts none are made."""
+    per_pass = {}
+    for k in (0, 1, 3):
+        stats = as_json("tiny", capsys, *REPEAT, "--ngram", "-k", str(k))["stats"]["speculation"]
+        assert stats["proposed"] <= k * stats["passes"]
+        per_pass[k] = stats["tokens_per_pass"]
+    assert per_pass[0] == 1 < per_pass[1] <= 2
+    by_default = as_json("tiny", capsys, *REPEAT, "--ngram")["stats"]["speculation"]
+    as_five = as_json("tiny", capsys, *REPEAT, "--ngram", "-k", "5")["stats"]["speculation"]
+    assert {name: by_default[name] for name in COUNTS} == {name: as_five[name] for name in COUNTS}
+
+
+def test_the_stats_say_how_many_drafts_were_accepted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", *REPEAT, "--ngram", "-k", "3"]) == 0
+    out, err = capsys.readouterr()
+    counts = as_json("tiny", capsys, *REPEAT, "--ngram", "-k", "3")["stats"]["speculation"]
+    rate, judged = counts["acceptance_rate"], counts["judged"]
+    words = f"{counts['tokens_per_pass']:.2f} tokens a pass, {rate:.0%} of {judged} drafts accepted"
+    assert err.rstrip("\n").endswith(f" · {words}")
+    assert cli.main(["generate", *REPEAT, "--ngram", "-k", "3", "-q"]) == 0
+    assert capsys.readouterr() == (out, "")
+    assert cli.main(["generate", *REPEAT]) == 0
+    assert "drafts" not in capsys.readouterr().err
+
+
+def test_sampling_options_count_with_drafts(capsys: pytest.CaptureFixture[str]) -> None:
+    """B45: seed, filters, penalties and stops: with n-grams the answers are the same."""
+    options = "-n 30 --temperature 0.8 --top-p 0.9 --seed 3 --frequency-penalty 0.3 --stop self"
+    options = [*f"{options} --samples 3 --logprobs 1 --dtype float64 -p".split(), REPETITIVE]
+    plain, drafted = (as_json("tiny", capsys, *options, *more) for more in ([], ["--ngram"]))
+    for mine, its in zip(drafted["outputs"], plain["outputs"], strict=True):
+        for name in ("text", "token_ids", "finish_reason", "stop_reason"):
+            assert mine[name] == its[name]
+        assert [one["id"] for one in mine["logprobs"]] == mine["token_ids"]
+        got, right = ([one["logprob"] for one in x["logprobs"]] for x in (mine, its))
+        assert got == pytest.approx(right, abs=1e-9)
+        assert "speculation" in mine["stats"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["-k", "3"], "-k: it counts drafts; expected --ngram or --draft MODEL with it"),
+        (["--ngram", "-k", "33"], "-k=33: expected a whole number of 0 to 32"),
+        (["--draft", "int8", "-k", "-1"], "-k=-1: expected a whole number of 0 to 32"),
+        (["--ngram", "-k", "five"], "invalid int value: 'five'"),
+        (["--ngram", "--draft", "tiny-draft"], "--draft: not allowed with argument --ngram"),
+        (["--draft"], "--draft: expected one argument"),
+        (["--draft", "./nowhere"], "no model './nowhere'"),
+    ],
+)
+@pytest.mark.parametrize("prompts", [["-p", "a"], ["-p", "a", "-p", "b"]], ids=["one", "two"])
+def test_drafts_that_cannot_be_are_refused_before_anything_is_loaded(
+    options, words, prompts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model is not looked for: what is wrong with the drafts is said first."""
+    assert cli.main(["generate", "-m", "no/such-model", *prompts, *options]) == cli.USER_FAULT
+    assert words in one_error(capsys)
+
+
+def test_a_draft_model_of_other_tokens_is_refused(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """B43"""
+    args = ["generate", "-m", str(checkpoint), "-p", "a", "--draft", "tiny-draft"]
+    assert cli.main(args) == cli.USER_FAULT
+    assert "the draft model's tokenizer is another one than the target's" in one_error(capsys)
+
+
+@pytest.mark.parametrize("by", ["ngram", "model"])
+def test_several_prompts_are_drafted_too(by, capsys: pytest.CaptureFixture[str]) -> None:
+    """B47: each has counts of its own, and the line of stats their sum."""
+    args = ["-p", REPETITIVE, "-p", "A list is", "-n", "20", "--temperature", "0", "--ignore-eos"]
+    args += ["--dtype", "float64"]
+
+    def lines(*more: str) -> list[dict[str, Any]]:
+        assert cli.main(["generate", *args, *more, "--json"]) == 0
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    plain, drafted = lines(), lines(*DRAFTS[by])
+    assert [one["token_ids"] for one in drafted] == [one["token_ids"] for one in plain]
+    counts = [one["stats"]["speculation"] for one in drafted]
+    assert counts[0]["accepted"] > 0 and not any("speculation" in one["stats"] for one in plain)
+    assert cli.main(["generate", *args, *DRAFTS[by]]) == 0
+    judged, accepted = (sum(one[name] for one in counts) for name in ("judged", "accepted"))
+    assert f"{accepted / judged:.0%} of {judged} drafts accepted" in capsys.readouterr().err
+
+
+def test_a_chat_can_be_drafted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """B47: two turns through a pipe: the same answers, and a line of stats that counts drafts."""
+    folder = write_checkpoint(tmp_path)
+    template = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    args = ["chat", "-m", str(folder), "-n", "30", "--temperature", "0", "--ignore-eos"]
+    args += ["--dtype", "float64"]
+
+    def talk(*more: str) -> tuple[str, str]:
+        turns = io.BytesIO(b"la la la la la la\nand again la la la\n")
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(turns))
+        assert cli.main([*args, *more]) == 0
+        return capsys.readouterr()
+
+    plain, drafted = talk(), talk("--ngram", "-k", "4")
+    assert drafted[0] == plain[0]
+    assert re.search(r"\d tokens a pass, \d+% of \d+ drafts accepted", drafted[1])
+    assert "drafts" not in plain[1]

@@ -19,6 +19,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from spindle.decode import sampling
+from spindle.decode.penalties import Prefix
 from spindle.decode.sampling import (
     SamplingParams,
     SamplingRows,
@@ -971,3 +972,45 @@ def test_a_missing_seed_is_drawn_once():
 def test_parameters_cannot_be_changed_afterwards():
     with pytest.raises(AttributeError):
         SamplingParams().temperature = 3.0
+
+
+# --- rows ahead: what the tokens of a draft are judged by ----------------------------------------
+
+
+@given(
+    st.lists(st.integers(0, 6), max_size=6),
+    st.lists(st.integers(0, 6), max_size=6),
+    st.lists(st.integers(0, 6), max_size=5),
+    st.integers(0, 9),
+    st.sampled_from([0.0, 1.3]),
+)
+@settings(max_examples=60)
+def test_rows_ahead_are_those_of_the_longer_outputs(prompt, output, drafts, min_tokens, penalty):
+    """Row i's penalties and masks include drafts 1 .. i; the row that it was made of is as before.
+
+    To the last bit, of logits and of probabilities.
+    """
+    options = {"temperature": 0.7, "top_p": 0.9, "seed": 5, "max_tokens": 20}
+    options |= {
+        "min_tokens": min_tokens,
+        "presence_penalty": penalty,
+        "frequency_penalty": -penalty,
+    }
+    params = SamplingParams(**options, repetition_penalty=1 + penalty)
+    model = ([0, 3], 7)  # EOS ids, vocabulary
+
+    def rows_after(outputs: list[list[int]]) -> SamplingRows:
+        n, prefixes = len(outputs), [Prefix(prompt, one) for one in outputs]
+        return SamplingRows.of([params] * n, "cpu", [2] * n, prefixes, *model)
+
+    one = rows_after([output])
+    ahead = one.ahead(torch.tensor(drafts, dtype=torch.int64))
+    right = rows_after([output + drafts[:n] for n in range(len(drafts) + 1)])
+    logits = torch.randn(len(drafts) + 1, 7, generator=torch.Generator().manual_seed(3)).double()
+    assert torch.equal(sampling.adjust(logits, ahead), sampling.adjust(logits, right))
+    assert torch.equal(probabilities(logits, ahead), probabilities(logits, right))
+    position = torch.arange(len(logits))
+    assert torch.equal(sample(logits, ahead, position), sample(logits, right, position))
+    assert (ahead.filtered, ahead.greedy) == (right.filtered, right.greedy)
+    untouched = rows_after([output])
+    assert all(torch.equal(a, b) for a, b in zip(one.tensors(), untouched.tensors(), strict=True))

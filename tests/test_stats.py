@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spindle.decode.stats import Stats, StepTimes, percentile
+from spindle.decode.stats import Speculation, Stats, StepTimes, percentile
 
 
 def recorded(*events: tuple[float, int], arrival: float = 0.0, prompt_tokens: int = 7) -> Stats:
@@ -237,3 +237,97 @@ def test_the_summary_names_the_step_where_there_is_one():
     assert "step" not in stats.summary()
     stats.steps = timed(1.0, 1.08)
     assert stats.summary().endswith("step p50 80.0 ms")
+
+
+# --- drafts --------------------------------------------------------------------------------------
+
+
+@given(events())
+def test_tokens_recorded_one_by_one_at_a_time_are_one_event(arrivals):
+    """B91: those of a pass come as if they had been recorded together; the clock is not read."""
+    together = recorded(*arrivals)
+    reads = itertools.count()
+    apart = Stats(7, seed=3, clock=lambda: float(next(reads)))
+    for now, tokens in itertools.groupby(arrivals, key=lambda event: event[0]):
+        for _ in range(sum(n for _, n in tokens)):
+            apart.record(at=now)
+    assert next(reads) == 1  # at the arrival, which is 0 for both
+    assert apart.new_tokens == together.new_tokens
+    assert apart.ttft_ms == together.ttft_ms
+    assert sum(apart.itl_ms) == pytest.approx(sum(together.itl_ms))
+    assert apart.tok_s == together.tok_s
+
+
+def test_tokens_of_a_pass_share_the_gap_before_it():
+    stats = Stats(7, clock=lambda: 0.0)
+    for at in (1.0, 1.3, 1.3, 1.3, 1.4):
+        stats.record(at=at)
+    assert stats.itl_ms == pytest.approx([100, 100, 100, 100])
+
+
+def test_without_drafts_there_is_nothing_to_say_of_them():
+    stats = recorded((1.0, 1))
+    assert stats.acceptance_rate is None
+    assert "speculation" not in stats.as_dict() and "draft" not in stats.summary()
+
+
+def noted(*tokens: tuple[bool, bool], **counts) -> Speculation:
+    speculation = Speculation(**counts)
+    for drafted, accepted in tokens:
+        speculation.note(drafted, accepted)
+    return speculation
+
+
+RUN = ((True, True), (True, True), (True, False)), ((True, True), (False, False)), ((False, False),)
+
+
+def test_what_became_of_the_drafts():
+    """B48: a pass with 2 of 5 drafts accepted, one with 1 of 1, one without a draft."""
+    parts = [token for one in RUN for token in one]
+    one = noted(*parts, passes=3, proposed=6, draft_s=1.0, pass_s=3.0)
+    assert (one.tokens, one.judged, one.accepted) == (6, 4, 3)
+    assert (one.acceptance_rate, one.tokens_per_pass, one.draft_share) == (0.75, 2, 0.25)
+    assert one.summary() == "2.00 tokens a pass, 75% of 4 drafts accepted"
+    stats = recorded((1.0, 1))
+    stats.speculation = one
+    assert stats.acceptance_rate == 0.75
+    assert stats.summary().endswith(" · 2.00 tokens a pass, 75% of 4 drafts accepted")
+    got = stats.as_dict()["speculation"]
+    assert json.loads(json.dumps(got, allow_nan=False)) == got
+    assert got == {
+        "passes": 3,
+        "tokens": 6,
+        "proposed": 6,
+        "judged": 4,
+        "accepted": 3,
+        "acceptance_rate": 0.75,
+        "tokens_per_pass": 2,
+        "draft_share": 0.25,
+    }
+
+
+def test_of_no_drafts_there_are_no_rates():
+    """B96: None, never 0 of 0; and 0 where all were rejected."""
+    none = Speculation()
+    assert [none.acceptance_rate, none.tokens_per_pass, none.draft_share] == [None] * 3
+    assert none.summary() == "no drafts"
+    assert noted((False, False), passes=1).summary() == "no drafts"
+    rejected = noted((True, False), passes=1, proposed=4)
+    assert rejected.summary() == "1.00 tokens a pass, 0% of 1 drafts accepted"
+
+
+COUNTS = st.builds(
+    Speculation, *[st.integers(0, 50)] * 5, *[st.integers(0, 64).map(lambda n: n / 8)] * 2
+)
+
+
+@given(st.lists(st.none() | COUNTS, max_size=5))
+def test_the_total_is_the_sum_of_each(parts):
+    """None of none; and the parts are as before."""
+    there = [vars(part).copy() for part in parts if part is not None]
+    total = Speculation.total(iter(parts))
+    if not there:
+        assert total is None
+        return
+    assert vars(total) == {name: sum(one[name] for one in there) for name in there[0]}
+    assert [vars(part) for part in parts if part is not None] == there

@@ -124,10 +124,12 @@ class ModelDrafter(Drafter):
         if not isinstance(engine, Engine):
             raise RequestError(f"engine={shown(engine)}: expected an Engine over the draft model")
         self.engine = engine
+        self._at, self._drafts = 0, list[Tensor]()  # the last drafts, and where they begin
 
     def begin(self) -> ModelDrafter:
         """Start over: the engine has one sequence."""
         self.engine.rewind(0)
+        self._at, self._drafts = 0, []
         return self
 
     def cost(self, target: Model) -> float:
@@ -144,6 +146,7 @@ class ModelDrafter(Drafter):
         None where that cannot be: it has no more positions, or an id among those that are new to it
         is none of its own.
         """
+        self._take_back(ids)
         if k == 0 or not self._can_go_on(ids, k):
             return nothing(target)
         logits, V = self._catch_up(ids), target.config.vocab_size
@@ -156,22 +159,30 @@ class ModelDrafter(Drafter):
             ids_drawn, p = drawn_from(aligned(logits, V), rows, position + n)
             drawn.append(ids_drawn)
             probs += [] if p is None else [p]
+        self._at, self._drafts = len(ids), drawn
         q = torch.cat(probs).to(target.device) if probs else None
         return Draft(torch.cat(drawn).to(target.device), q)
 
+    def _take_back(self, ids: Sequence[int]) -> None:
+        """Forget the last drafts, but those that stand in the ids now; however long ago it was.
+
+        The last id has not been stored in any case: what follows it is wanted.
+        """
+        agreed, since = 0, ids[self._at :]
+        for draft in self._drafts:
+            if agreed == len(since) or int(draft) != since[agreed]:
+                break
+            agreed += 1
+        self.engine.rewind(min(self.engine.length, self._at + agreed, len(ids) - 1))
+
     def _can_go_on(self, ids: Sequence[int], k: int) -> bool:
         engine = self.engine
-        known = max(ids[min(engine.length, len(ids) - 1) :]) < engine.model.config.vocab_size
+        known = max(ids[engine.length :]) < engine.model.config.vocab_size
         return known and len(ids) + k - 1 <= engine.max_seq_len
 
     def _catch_up(self, ids: Sequence[int]) -> Tensor:
-        """Bring the draft model to the end of the ids; returns the logits [1, V] that follow.
-
-        Stored are the ids of the last time and the drafts that followed, but for the last of them.
-        What was accepted of them stands in `ids`, all before the last, which no draft was.
-        """
+        """Store what is missing of the ids; returns the logits [1, V] that follow."""
         engine = self.engine
-        engine.rewind(min(engine.length, len(ids) - 1))
         more = ids[engine.length :]
         if len(more) > 2:  # rarely: not worth a graph for every number of them
             return engine.extend(more)

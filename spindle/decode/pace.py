@@ -15,7 +15,7 @@ from spindle.decode.params import check_count
 MOST = 32  # drafts a pass
 ROW = 0.06  # what a row more costs, in passes over one row, where rows are cheap
 MEMORY = 0.95  # of each judged draft, when the next one comes
-HOPE = 0.8, 1.0  # before the first: accepted, of so many
+HOPE = 1.6, 2.0  # before the first: accepted, of so many
 REST = 16, 256  # tokens without a draft after one that did not pay: at first, and at most
 
 

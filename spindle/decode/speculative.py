@@ -221,6 +221,8 @@ class Speculator:
                 if engine.changes == changes:  # else it is somebody else's by now
                     forget()
                 raise
+            if run.ended:
+                return
 
     def _round(self, drafter: Drafter, k: int, ids: list[int], sampler: Sampler) -> Verdict:
         """Draft, run the target over what it has not stored yet and the drafts, and judge."""
