@@ -766,11 +766,11 @@ def test_ids_that_the_draft_model_does_not_know():
     model = MODELS["gpt2"]
     narrow = random_model(shapes.llama(vocab_size=80), seed=4, dtype=torch.float64)
     speculator = Speculator(Engine(model), ModelDrafter(Engine(narrow)), 3, adaptive_k=False)
-    for prompt, drafted in (([9, 9, 9], True), ([9, 96, 9], False)):
+    for prompt in ([9, 9, 9], [9, 96, 9]):
         ids = check_same(Engine(model), speculator, prompt, 40, **GREEDY)
         assert max(ids) >= 80
         _, stats = speculator.generate(prompt, 40, **GREEDY)
-        assert (stats.speculation.proposed > 0) == drafted
+        assert stats.speculation.proposed > 0
 
 
 def test_a_draft_model_of_nan_is_still_exact():

@@ -143,11 +143,10 @@ class ModelDrafter(Drafter):
     def draft(self, ids: Sequence[int], k: int, rows: SamplingRows, target: Model) -> Draft:
         """k ids, each drawn from what the draft model says after those before it.
 
-        None where that cannot be: it has no more positions, or an id among those that are new to it
-        is none of its own.
+        None where it has no more positions. An id that it does not have is taken for its id 0.
         """
         self._take_back(ids)
-        if k == 0 or not self._can_go_on(ids, k):
+        if k == 0 or len(ids) + k - 1 > self.engine.max_seq_len:
             return nothing(target)
         logits, V = self._catch_up(ids), target.config.vocab_size
         position = torch.tensor([len(ids)], device=logits.device)
@@ -175,15 +174,10 @@ class ModelDrafter(Drafter):
             agreed += 1
         self.engine.rewind(min(self.engine.length, self._at + agreed, len(ids) - 1))
 
-    def _can_go_on(self, ids: Sequence[int], k: int) -> bool:
-        engine = self.engine
-        known = max(ids[engine.length :]) < engine.model.config.vocab_size
-        return known and len(ids) + k - 1 <= engine.max_seq_len
-
     def _catch_up(self, ids: Sequence[int]) -> Tensor:
         """Store what is missing of the ids; returns the logits [1, V] that follow."""
-        engine = self.engine
-        more = ids[engine.length :]
+        engine, V = self.engine, self.engine.model.config.vocab_size
+        more = [i if i < V else 0 for i in ids[engine.length :]]
         if len(more) > 2:  # rarely: not worth a graph for every number of them
             return engine.extend(more)
         tokens = torch.tensor([more], dtype=torch.int64, device=engine.model.device)

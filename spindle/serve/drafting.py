@@ -18,6 +18,7 @@ from torch import Tensor
 from spindle.decode.drafters import Draft, Drafter, ModelDrafter, aligned, drawn_from
 from spindle.decode.pace import Pace
 from spindle.decode.stats import Speculation
+from spindle.errors import RequestError
 from spindle.kvcache.index import StepIndex
 from spindle.kvcache.paged import PagedKV
 from spindle.model.layers import Model
@@ -106,9 +107,16 @@ class ModelDrafting(Drafting):
         adaptive_k: bool,
         kv: PagedKV,
         recorded: Callable[[Model, PagedKV], RecordedDecodes | None],
+        max_model_len: int,
     ) -> None:
         super().__init__(drafter, model, k, adaptive_k)
         self.draft_model = drafter.engine.model
+        config = self.draft_model.config
+        if config.max_positions < max_model_len:
+            raise RequestError(
+                f"the draft model has {config.positions_in_words()}, and max_model_len is "
+                f"{max_model_len}; lower max_model_len"
+            )
         pool, host = kv.pool, 0 if kv.host is None else kv.host.num_blocks
         at = self.draft_model.dtype, self.draft_model.device
         shape = pool.num_blocks, pool.block_size, *at, host
@@ -143,9 +151,9 @@ class ModelDrafting(Drafting):
     def _is_due(self, chunk: Chunk) -> bool:
         """Whether the draft model runs over a chunk's tokens now, and not later."""
         one = chunk.sequence
-        if chunk.drafts or one.new_tokens == 0:
-            return True
         behind = chunk.stop - (one.draft_stored or 0)
+        if chunk.drafts or one.new_tokens == 0:
+            return behind > 0 or chunk.drafts > 0
         return one.request.beam is None and behind >= self.kv.pool.block_size
 
     def _catch_up(self, chunks: list[Chunk]) -> Tensor:
@@ -153,6 +161,8 @@ class ModelDrafting(Drafting):
         spans, rows, last = list[tuple[int, int, int]](), list[Row](), list[int]()
         for n, chunk in enumerate(chunks):
             start = chunk.sequence.draft_stored or 0
+            if chunk.drafts:  # a step that was broken off may have stored all of them
+                start = min(start, chunk.stop - 1)
             spans.append((n, start, chunk.stop - start))
             rows += [self._row(chunk, at) for at in range(start, chunk.stop)]
             last += [len(rows) - 1] if chunk.drafts else []

@@ -104,10 +104,10 @@ class LLM:
         if self.max_model_len > limit:
             words = model.config.positions_in_words()
             raise RequestError(f"max_model_len={max_model_len}: the model has {words}")
+        check_k(k)
+        _check_bool("adaptive_k", adaptive_k)
         drafter = drafter_for(speculate, model)
         if drafter is not None:
-            check_k(k)
-            _check_bool("adaptive_k", adaptive_k)
             _check_choice("policy", policy, ("continuous",), " where there are drafts")
             least = max_seqs * (1 + k)
             words = f"{least}: max_seqs={max_seqs} times a token and k={k} drafts,"
@@ -132,7 +132,8 @@ class LLM:
 
         self._drafting: Drafting | None = None
         if isinstance(drafter, ModelDrafter):
-            self._drafting = ModelDrafting(drafter, model, k, adaptive_k, self._kv, recorded)
+            options = (k, adaptive_k, self._kv, recorded, self.max_model_len)
+            self._drafting = ModelDrafting(drafter, model, *options)
         elif drafter is not None:
             self._drafting = Drafting(drafter, model, k, adaptive_k)
         self.scheduler = Scheduler(
@@ -146,7 +147,7 @@ class LLM:
             drafts=None if self._drafting is None else self._drafting.wanted,
         )
         self._runner = Runner(model, self._kv, recorded(model, self._kv), self._drafting)
-        self._clock, self._orders = clock, count()
+        self._clock, self._orders, self._accepted = clock, count(), 0
         self._requests: dict[str, Request] = {}
         self._ended: list[Request] = []  # without having been run
         self._texts: dict[Sequence, AnswerText] = {}
@@ -209,9 +210,14 @@ class LLM:
         next.
         """
         self._run_once()
-        with held_back():
-            told, self._held, self._news = self._held + self._news, [], []
+        told: list[RequestOutput] = []
+        try:
+            with held_back():
+                told, self._held, self._news = self._held + self._news, [], []
             return told
+        except BaseException:  # nobody has been told
+            self._news = told + self._news
+            raise
 
     def _advance(self) -> list[RequestOutput]:
         """A step for one caller; what ended in it and is nobody's so far is held for `step`."""
@@ -358,7 +364,7 @@ class LLM:
             "steps": self._runner.steps,
             "replayed": self._runner.replayed,
             "proposed": self._runner.proposed,
-            "accepted": self._runner.accepted,
+            "accepted": self._accepted,
         }
 
     # --- the parts of the above -----------------------------------------------------------------
@@ -485,7 +491,9 @@ class LLM:
             return
         _note_time(request, now)
         if sequence.speculation is not None:
-            sequence.speculation.note(n < chunk.drafts, n < len(outputs[at].ids) - 1)
+            accepted = n < len(outputs[at].ids) - 1
+            sequence.speculation.note(n < chunk.drafts, accepted)
+            self._accepted += accepted
         if record is not None:
             sequence.cumulative += record.sampled.logprob
             if request.params.logprobs is not None:

@@ -38,7 +38,7 @@ class Runner:
     """Carries out plans on one model over one paged cache; it decides nothing.
 
     `steps` counts those that were run, `replayed` those of them that a recorder had recorded;
-    `proposed` the drafts in them, `accepted` those of them. `seconds`: of the last one.
+    `proposed` the drafts in them. `seconds`: of the last one.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Runner:
         drafting: Drafting | None = None,
     ) -> None:
         self.model, self.kv, self.recorded, self.drafting = model, kv, recorded, drafting
-        self.steps = self.replayed = self.proposed = self.accepted = 0
+        self.steps = self.replayed = self.proposed = 0
         self.seconds = Seconds()
 
     def move(self, plan: Plan) -> None:
@@ -79,9 +79,6 @@ class Runner:
             tokens = self._judge(logits, tokens, rows, drafted)
         self._give(outputs, chunks, rows, logits, tokens)
         self.proposed += sum(chunk.drafts for chunk in chunks)
-        self.accepted += sum(
-            len(o.ids) - 1 for c, o in zip(chunks, outputs, strict=True) if c.drafts
-        )
         self.seconds = Seconds(between - begun, time.perf_counter() - between)
         return outputs
 

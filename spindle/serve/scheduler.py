@@ -145,7 +145,8 @@ class Scheduler:
     def schedule(self) -> Plan:
         """Plan the next step: reserve its slots, preempt for them, admit what fits."""
         self._drop_finished()
-        drafts = {one: k for one in self.running if (k := self._drafts(one))}
+        resumable = (one for one in self.waiting if one.new_tokens > 0)
+        drafts = {one: k for one in [*self.running, *resumable] if (k := self._drafts(one))}
         decodes = sum(1 + drafts.get(one, 0) for one in self.running if one.pending == 1)
         static = self.policy == "static"  # a padded batch takes all of its prompts at once
         draft = _Draft(2**62 if static else self.max_batch_tokens - decodes, drafts)
@@ -314,9 +315,7 @@ class Scheduler:
         while self.waiting:
             group = self._next_group()
             width = sum(one.width for one in group)
-            drafts = self._drafts(group[0])
-            if drafts:
-                draft.drafts[group[0]] = drafts
+            drafts = draft.drafts.get(group[0], 0)
             blocked = bool(self.running) and self._endings < group[0].waits_for_ending
             too_many = len(group) + drafts > draft.budget or width > seats
             if too_many or blocked or not self._start(group, draft):
@@ -350,7 +349,8 @@ class Scheduler:
                 one.store(one.table.adopt(one.ids))
         held = 0 if swapped else sum(len(table.blocks) for table in tables)
         spare = len(self.running) if self.policy == "continuous" else self._promised()
-        if sum(map(self._blocks_to_begin, group)) - held + spare > self.pool.free and self.running:
+        need = sum(self._blocks_to_begin(one, draft.drafts.get(one, 0)) for one in group)
+        if need - held + spare > self.pool.free and self.running:
             if not swapped:
                 for one in group:
                     one.table.release()
@@ -375,15 +375,14 @@ class Scheduler:
             return 0
         return self._drafts_of(sequence, self.longest(request) - len(sequence.ids) - 1)
 
-    def _blocks_to_begin(self, sequence: Sequence) -> int:
-        """Blocks for what it has and its next token, in a static batch for all it may ever have.
+    def _blocks_to_begin(self, sequence: Sequence, drafts: int) -> int:
+        """Blocks for what it has, drafts and a token; in a static batch for all it may ever have.
 
         Whatever it may share is not counted on.
         """
         static = self.policy == "static"
-        most = self.longest(sequence.request)
-        ahead = 1 if self._drafts_of is None else 1 + self._drafts(sequence)
-        length = most if static else len(sequence.ids) + ahead
+        most, next_ones = self.longest(sequence.request), len(sequence.ids) + drafts + 1
+        length = most if static else next_ones
         return -(-length // self.pool.block_size) * sequence.width
 
     def _still_blocked(self, sequence: Sequence) -> bool:
