@@ -663,3 +663,107 @@ def largest_first(spans: Sequence[tuple[int, int, int]]) -> int:
 def grouped_bytes(outputs: int, inputs: int, bits: int, group: int, scale_bytes: int) -> int:
     """int, the bytes of a matrix of `bits` a number and a scale for each group of inputs."""
     return outputs * (-(-inputs * bits // 8) + -(-inputs // group) * scale_bytes)
+
+
+_OFFERED = [
+    torch.tensor(row, dtype=torch.float64) / 20 for row in ([12, 3, 2, 2, 1], [0, 2, 0, 0, 18])
+]
+
+
+@check.exercise(
+    "15",
+    inputs=[
+        (*_OFFERED, 4, 0.05, 0.99),  # 1 / 18 is just enough
+        (*_OFFERED, 1, 0.99, 0.0),
+        (*_OFFERED, 4, 0.06, 0.0),
+        (*_OFFERED, 4, 0.5, 0.7),  # of 17 missing 12 come first: up to 0.706
+        (*_OFFERED, 4, 0.5, 0.72),
+        (*_OFFERED, 4, 0.5, 0.99),
+        (*_OFFERED[::-1], 0, 0.0, 0.3),
+        (*_OFFERED[::-1], 2, 0.0, 0.98),
+        (*_OFFERED[::-1], 1, 0.7, 0.5),
+        (*_OFFERED[::-1], 1, 0.6, 0.5),
+    ],
+)
+def judged_token(p: Tensor, q: Tensor, draft: int, u_accept: float, u: float) -> int:
+    """int, the draft if u_accept accepts it, else the token at u in the residual of p and q."""
+    if u_accept * q[draft] < p[draft]:
+        return draft
+    missing = (p - q).clamp(min=0).cumsum(0)
+    return int((missing > u * missing[-1]).nonzero()[0])
+
+
+@check.exercise(
+    "15",
+    inputs=[
+        (10, (7, 8, 9), (7, 8, 9, 4)),
+        (10, (7, 8, 9), (5, 6, 3, 4)),
+        (10, (7, 8, 9), (7, 8, 2, 4)),
+        (10, (7, 8, 9), (7, 5, 9, 4)),
+        (4, (), (3,)),
+        (0, (3, 3), (3, 3, 3)),
+    ],
+)
+def tokens_kept(stored: int, guesses: Sequence[int], said: Sequence[int]) -> int:
+    """int, the tokens in the cache after a round that found `stored` ones there."""
+    agree = [guess == token for guess, token in zip(guesses, said, strict=False)]
+    return stored + 1 + [*agree, False].index(False)
+
+
+_DRAFTED = [5, 1, 8, 2, 9, 4, 7]  # a text of three tokens, and four drafts, all in the cache
+
+
+@check.exercise(
+    "16",
+    inputs=[
+        (_DRAFTED, [5, 1, 8, 2, 9, 4, 7]),
+        (_DRAFTED, [5, 1, 8, 2, 9, 4, 7, 3]),
+        (_DRAFTED, [5, 1, 8, 2, 9, 4, 6]),
+        (_DRAFTED, [5, 1, 8, 2, 9, 6]),
+        (_DRAFTED, [5, 1, 8, 2, 6]),
+        (_DRAFTED, [5, 1, 8, 6]),
+        ([], [5, 1, 8]),
+        ([5, 1, 8], [5, 1, 8, 2, 9]),
+        (_DRAFTED, [5, 1, 8, 6, 9, 4, 7, 3]),
+        (_DRAFTED, [5, 1]),
+    ],
+)
+def resync(stored: list[int], text: list[int]) -> int:
+    """int, how many stored tokens to keep so that the fewest of the text are run, the last too."""
+    most = min(len(stored), len(text) - 1)
+    return next((n for n in range(most) if stored[n] != text[n]), most)
+
+
+_FLAT, _STEEP = (None, *[1.0] * 9), (None, *[max(1.0, 0.4 * n) for n in range(1, 10)])
+_DEAR = (None, 1.0, 1.06, 1.12, 1.18, 1.24, 1.3)
+
+
+@check.exercise(
+    "17",
+    inputs=[
+        (0.9, _DEAR, 0.0),
+        (0.3, _DEAR, 0.0),
+        (0.3, _DEAR, 0.25),
+        (0.7, _DEAR, 0.25),
+        (0.7, _FLAT, 0.0),
+        (0.7, _STEEP, 0.0),
+        (0.0, _FLAT, 0.0),
+        (1.0, _STEEP, 0.3),
+        (0.5, (None, 1.0), 0.1),
+    ],
+)
+def drafts_that_pay(a: float, v: Sequence[float | None], c: float) -> int:
+    """int, the k with the most tokens for their price; v[n] is what n rows cost, c a draft."""
+
+    def gain(k: int) -> float:
+        price = v[k + 1]
+        assert price is not None
+        return sum(a**i for i in range(k + 1)) / (price + k * c)
+
+    return max(range(len(v) - 1), key=gain)  # of equals the first
+
+
+@check.exercise("17", inputs=[(10, 3, 5), (206, 3, 5), (10, 1.7, 1), (9.7, 5.5, 5), (10, 1, 5)])
+def users_that_gain(knee: float, tokens: float, k: int) -> float:
+    """float, the users up to whom k drafts each, which make `tokens` tokens, are no loss."""
+    return knee * tokens / (k + 1)

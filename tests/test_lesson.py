@@ -665,3 +665,108 @@ def test_the_exercises_of_12_refuse_plausible_wrong_answers(capsys):
     for wrong in (one_scale_a_row, whole_groups, without_scales):
         assert verdict(check.grouped_bytes, wrong, capsys).startswith("not yet: grouped_bytes(")
     assert check.grouped_bytes.right(1, 32, 4, 32, 2) == 18
+
+
+def test_the_exercises_of_15_refuse_plausible_wrong_answers(capsys):
+    def at(weights, u):
+        held = weights.cumsum(0)
+        return int((held > u * held[-1]).nonzero()[0])
+
+    def answer(accept=lambda p, q, u: u * q < p, left=lambda p, q: (p - q).clamp(min=0)):
+        def judge(p, q, draft, u_accept, u):
+            return draft if accept(p[draft], q[draft], u_accept) else at(left(p, q), u)
+
+        return judge
+
+    def not_made_whole(p, q, draft, u_accept, u):
+        if u_accept * q[draft] < p[draft]:
+            return draft
+        held = (p - q).clamp(min=0).cumsum(0)
+        return int((held > u).nonzero()[0]) if u < held[-1] else len(p) - 1
+
+    assert verdict(check.judged_token, answer(), capsys).startswith("yes: ")
+    wrongs = (
+        answer(left=lambda p, q: p),  # the target again
+        answer(left=lambda p, q: (q - p).clamp(min=0)),
+        answer(left=lambda p, q: (p - q).abs()),
+        answer(accept=lambda p, q, u: p >= 0.1),  # likely enough
+        answer(accept=lambda p, q, u: u < p),  # as of a plain guess
+        answer(accept=lambda p, q, u: p >= q),
+        answer(accept=lambda p, q, u: u * q <= p),  # what the target never says
+        answer(accept=lambda p, q, u: u * p < q),
+        not_made_whole,
+    )
+    for wrong in wrongs:
+        assert verdict(check.judged_token, wrong, capsys).startswith("not yet: judged_token(")
+
+    def every_agreement(stored, guesses, said):
+        return stored + 1 + sum(a == b for a, b in zip(guesses, said, strict=False))
+
+    right = check.tokens_kept.right
+    wrongs = (
+        every_agreement,
+        lambda stored, guesses, said: stored + 1 + len(guesses),  # nothing taken back
+        lambda *given: right(*given) - 1,  # without the last token of the text
+        lambda *given: right(*given) + 1,  # with the token that was said last
+    )
+    for wrong in wrongs:
+        assert verdict(check.tokens_kept, wrong, capsys).startswith("not yet: tokens_kept(")
+
+
+def test_the_exercise_of_16_refuses_the_fault_and_other_wrong_answers(capsys):
+    def shared(stored, text):  # the fault: where the cache has it all, nothing is left to run
+        pairs = zip(stored, text, strict=False)
+        return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(stored), len(text)))
+
+    def all_but_the_last(stored, text):  # whatever is stored there
+        return min(len(stored), len(text) - 1)
+
+    def never_mind_the_cache(stored, text):
+        return len(text) - 1
+
+    def all_over_again(stored, text):
+        return 0
+
+    def one_less(stored, text):
+        return max(0, check.resync.right(stored, text) - 1)
+
+    assert verdict(check.resync, shared, capsys).startswith(
+        "not yet: resync([5, 1, 8, 2, 9, 4, 7], [5, 1, 8, 2, 9, 4, 7]) is 6, not 7"
+    )
+    for wrong in (all_but_the_last, never_mind_the_cache, all_over_again, one_less):
+        assert verdict(check.resync, wrong, capsys).startswith("not yet: resync([")
+
+
+def test_the_exercises_of_17_refuse_the_most_tokens_and_free_rows(capsys):
+    def best(gain):
+        return lambda a, v, c: max(range(len(v) - 1), key=lambda k: gain(a, v, c, k))
+
+    def tokens(a, k):
+        return sum(a**i for i in range(k + 1))
+
+    right = best(lambda a, v, c, k: tokens(a, k) / (v[k + 1] + k * c))
+    assert verdict(check.drafts_that_pay, right, capsys).startswith("yes: ")
+    wrongs = (
+        best(lambda a, v, c, k: tokens(a, k)),  # the most tokens a pass
+        best(lambda a, v, c, k: tokens(a, k) / (1 + k * c)),  # rows are free
+        best(lambda a, v, c, k: tokens(a, k) / v[k + 1]),  # drafts are free
+        best(lambda a, v, c, k: tokens(a, k) / (v[k + 1] + c)),  # one price for all drafts
+        best(lambda a, v, c, k: (1 + a * k) / (v[k + 1] + k * c)),  # each for itself
+        best(lambda a, v, c, k: (tokens(a, k) - 1) / (v[k + 1] + k * c)),  # nothing besides
+        best(lambda a, v, c, k: tokens(a, k) / (v[max(k, 1)] + k * c)),  # a row too few
+        lambda a, v, c: right(a, v, c) or 1,
+    )
+    for wrong in wrongs:
+        said = verdict(check.drafts_that_pay, wrong, capsys)
+        assert said.startswith("not yet: drafts_that_pay("), said
+
+    wrongs = (
+        lambda knee, tokens, k: knee / (k + 1),  # where the rows run out
+        lambda knee, tokens, k: knee,
+        lambda knee, tokens, k: knee * tokens,
+        lambda knee, tokens, k: knee * tokens / k,
+        lambda knee, tokens, k: knee * tokens // (k + 1),
+    )
+    for wrong in wrongs:
+        said = verdict(check.users_that_gain, wrong, capsys)
+        assert said.startswith("not yet: users_that_gain("), said
