@@ -5,6 +5,7 @@ they fail instead. `cuda` tests need a GPU. `network` and `slow` run when asked:
 """
 
 import os
+import signal
 from collections.abc import Iterator
 
 import hypothesis
@@ -114,3 +115,11 @@ def small_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(profile, "MATRICES", (16, 32))
     yield
     plt.close("all")
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Python's own answer to a SIGINT, which a job in the background has not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -8,12 +8,11 @@ import contextlib
 import itertools
 import logging
 import random
-import signal
-import sys
 
 import pytest
 import shapes
 import torch
+from ctrl_c import broken_off
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_llm import CONFIGS, MODELS, V, alone
@@ -561,7 +560,7 @@ def test_a_load_that_fails_is_not_taken_for_done(model, monkeypatch):
         assert done[name] == alone(model, [5 + n] * 4, one)
 
 
-def test_wherever_a_replayed_step_of_the_batch_is_broken_off_it_can_be_done_again():
+def test_wherever_a_replayed_step_of_the_batch_is_broken_off_it_can_be_done_again(ctrl_c):
     """B103: a Ctrl-C at each line of recorded.py in turn, in a step whose tables have grown."""
     model, params = MODELS["llama"], SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
     options = {"block_size": 4, "max_model_len": 32, "max_seqs": 2, "num_blocks": 16}
@@ -569,39 +568,20 @@ def test_wherever_a_replayed_step_of_the_batch_is_broken_off_it_can_be_done_agai
     right = [alone(model, prompt, params) for prompt in prompts]
     for at in range(400):
         llm = LLM(model, graphs=graphs.recording, prefix_cache=False, **options)
-        names, done, came = [llm.add(prompt, params) for prompt in prompts], {}, False
+        names, told, came = [llm.add(prompt, params) for prompt in prompts], [], False
+
+        def step(llm=llm, told=told):
+            told += llm.step()
+
         for n in itertools.count():
             if not llm.has_unfinished:
                 break
             if n in (2, 3):
-                came |= ctrl_c_at_a_line_of("serve/recorded.py", at if n == 2 else at // 2, llm)
-            done |= {o.request_id: o.outputs[0].token_ids for o in llm.step() if o.finished}
+                came |= broken_off(step, at // (n - 1), "serve/recorded.py")
+            step()
+        done = {o.request_id: o.outputs[0].token_ids for o in told if o.finished}
         assert [done[name] for name in names] == right, at
         if not came:
             assert at > 20
             return
     raise AssertionError("a step has more lines than that?")
-
-
-def ctrl_c_at_a_line_of(file, at, llm):
-    """Step with a Ctrl-C at the at-th line of a file of ours; whether it came."""
-    left = [at]
-
-    def trace(frame, event, arg):
-        if not frame.f_code.co_filename.endswith(file):
-            return None
-        if event == "line":
-            left[0] -= 1
-            if left[0] == -1:
-                signal.raise_signal(signal.SIGINT)
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        llm._news += llm.step()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False

@@ -6,12 +6,12 @@ import itertools
 import random
 import signal
 import threading
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import shapes
 import torch
+from asked import requests_by_lot
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -41,28 +41,7 @@ def alone(model, prompt, params, sample=0):
 def traffic(draw):
     """Requests with shared prefixes, of every way of sampling, arriving while others run."""
     rng = random.Random(draw(st.integers(0, 10_000)))
-    stem = [rng.randrange(V) for _ in range(12)]
-    requests = []
-    for at in range(draw(st.integers(1, 7))):
-        prompt = stem[: rng.randrange(12)] + [rng.randrange(V) for _ in range(rng.randint(1, 20))]
-        most = rng.randint(1, 24)
-        params = SamplingParams(
-            max_tokens=most,
-            temperature=rng.choice([0, 0, 0.8, 1.3]),
-            top_p=rng.choice([1, 0.9]),
-            top_k=rng.choice([0, 20]),
-            seed=at,
-            min_tokens=rng.choice([0, 0, min(2, most)]),
-            ignore_eos=rng.random() < 0.3,
-            stop_token_ids=rng.choice([None, None, [3, 4]]),
-            repetition_penalty=rng.choice([1, 1, 1.3]),
-            frequency_penalty=rng.choice([0, 0, 0.4]),
-            logprobs=rng.choice([None, None, 0, 3]),
-        )
-        if params.temperature and rng.random() < 0.3:
-            params = replace(params, n=rng.randint(2, 3))
-        requests.append((rng.randrange(8), prompt, params))
-    return requests
+    return requests_by_lot(rng, draw(st.integers(1, 7)), V, 20)
 
 
 @settings(max_examples=120, deadline=None)
@@ -357,14 +336,6 @@ def test_best_of_cannot_be_streamed():
 
 
 # --- interrupts ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def ctrl_c():
-    """Python's own answer to a SIGINT, which a job in the background has not."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])

@@ -1,12 +1,12 @@
 """Rows of an engine: each is its own forward pass, whatever the others have stored."""
 
 import itertools
-import signal
-import sys
+from functools import partial
 
 import hypothesis.strategies as st
 import pytest
 import torch
+from ctrl_c import broken_off
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from test_engine import CONTEXT, LLAMA, MODELS, PROMPT, MockModel, forward, saying, tiny
@@ -219,7 +219,7 @@ def test_what_was_begun_goes_on_whatever_makes_the_cache_anew(model, wish, grows
 
 
 @pytest.mark.parametrize("grows", [False, True], ids=["as it is", "cache grows"])
-def test_wherever_a_step_is_broken_off_it_can_be_done_again(model, grows, monkeypatch):
+def test_wherever_a_step_is_broken_off_it_can_be_done_again(model, grows, monkeypatch, ctrl_c):
     """An interrupt at each line of rows.py and step.py in turn; the caller has its tokens still."""
     if grows:  # in the step that is broken off
         monkeypatch.setattr("spindle.decode.rows.FIRST_CAPACITY", len(PROMPT) + 1)
@@ -230,7 +230,8 @@ def test_wherever_a_step_is_broken_off_it_can_be_done_again(model, grows, monkey
         got.append(int(tokens))
         tokens = engine.step(tokens)
         got.append(int(tokens))
-        if not interrupted(lambda engine=engine, tokens=tokens: engine.step(tokens), at):
+        step = partial(engine.step, tokens)
+        if not broken_off(step, at, "decode/rows.py", "decode/step.py"):
             assert at > 20
             return
         assert engine.lengths == engine.seq_lens.tolist()
@@ -242,31 +243,6 @@ def test_wherever_a_step_is_broken_off_it_can_be_done_again(model, grows, monkey
             got.append(int(tokens))
         assert got == right, at
     raise AssertionError("a step has more lines than that?")
-
-
-def interrupted(work, at):
-    """Run it with a Ctrl-C at the at-th line of the engine's files; whether it came."""
-    left = [at]
-
-    def trace(frame, event, arg):
-        if not frame.f_code.co_filename.endswith(("decode/rows.py", "decode/step.py")):
-            return None
-        if event == "line":
-            if left[0] == 0:
-                left[0] = -1
-                signal.raise_signal(signal.SIGINT)
-            left[0] -= 1
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        work()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

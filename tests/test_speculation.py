@@ -18,6 +18,7 @@ import hypothesis.strategies as st
 import pytest
 import shapes
 import torch
+from asked import requests_by_lot
 from hypothesis import given, settings
 
 from spindle import hub
@@ -325,33 +326,13 @@ def remembered(pool):
 @st.composite
 def traffic(draw):
     """Requests of every kind, when they come, and when they are aborted (or never)."""
-    rng = random.Random(draw(st.integers(0, 10_000)))
-    stem = [rng.randrange(V) for _ in range(12)]
-    requests = []
-    for at in range(draw(st.integers(1, 6))):
-        prompt = stem[: rng.randrange(12)] + [rng.randrange(V) for _ in range(rng.randint(1, 14))]
-        most = rng.randint(1, 24)
-        params = SamplingParams(
-            max_tokens=most,
-            temperature=rng.choice([0, 0, 0, 0.8, 1.3]),
-            top_p=rng.choice([1, 0.9]),
-            top_k=rng.choice([0, 20]),
-            min_p=rng.choice([0, 0, 0.02]),
-            seed=at,
-            min_tokens=rng.choice([0, 0, min(2, most)]),
-            ignore_eos=rng.random() < 0.5,
-            stop_token_ids=rng.choice([None, None, (3, 4)]),
-            repetition_penalty=rng.choice([1, 1, 1, 1.3]),
-            frequency_penalty=rng.choice([0, 0, 0, 0.4]),
-            presence_penalty=rng.choice([0, 0, 0, 0.4]),
-            logprobs=rng.choice([None, None, 0, 3]),
-        )
-        if params.temperature and rng.random() < 0.4:
-            n = rng.randint(1, 2)
-            params = replace(params, n=n, best_of=rng.choice([None, 3]))
+    rng, requests = random.Random(draw(st.integers(0, 10_000))), []
+    for start, prompt, params in requests_by_lot(rng, draw(st.integers(1, 6)), V, 14):
+        if params.n > 1 and rng.random() < 0.5:
+            params = replace(params, best_of=3)
         beams = rng.choice([0, 0, 0, 0, 2, 3])
         abort = rng.randrange(12) if rng.random() < 0.15 else None
-        requests.append((rng.randrange(8), tuple(prompt), params, beams, abort))
+        requests.append((start, tuple(prompt), params, beams, abort))
     return requests
 
 
@@ -1019,14 +1000,6 @@ class CtrlC:
                 self.left = self.rng.randint(1, self.most)
                 signal.raise_signal(signal.SIGINT)
         return self.trace
-
-
-@pytest.fixture
-def ctrl_c():
-    """Python's own answer to a SIGINT, which a job in the background has not."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,7 @@ from spindle.bench.steps import Timed, middle, typical
 from spindle.config import ModelConfig
 from spindle.decode import graphs
 from spindle.decode.engine import Engine
-from spindle.kernels import Weight
-from spindle.model.layers import Model
+from spindle.model.layers import Model, layer_weights
 from spindle.serve.llm import LLM
 
 # --- what arithmetic predicts -------------------------------------------------------------------
@@ -52,7 +51,7 @@ def step_work(model: Model, rows: int, keys: float) -> Work:
 
 def prefill_work(model: Model, tokens: int, chunk: int) -> Work:
     """A prompt in chunks: each reads the layers, and the keys that there are by then; one head."""
-    weights, head = bytes_per_token(model.config, model.dtype), _head(model).nbytes
+    weights, head = bytes_per_token(model.config, model.dtype), model.head.nbytes
     ends = [min(at + chunk, tokens) for at in range(0, tokens, chunk)]
     kv = sum(ends) * model.config.kv_bytes(model.dtype.itemsize)
     products = 2 * (tokens * _layer_factors(model) + _head_factors(model))
@@ -70,18 +69,13 @@ def _key_flops(config: ModelConfig) -> int:
     return 4 * config.num_layers * config.num_heads * config.head_dim
 
 
-def _layer_factors(model: Any) -> int:
+def _layer_factors(model: Model) -> int:
     """Numbers of the layers' matrices: each is multiplied once for each token."""
-    weights = [x for layer in model.layers for x in vars(layer).values() if isinstance(x, Weight)]
-    return sum(math.prod(weight.shape) for weight in weights)
-
-
-def _head(model: Any) -> Weight:
-    return model.head
+    return sum(math.prod(weight.shape) for weight in layer_weights(model))
 
 
 def _head_factors(model: Model) -> int:
-    return math.prod(_head(model).shape)
+    return math.prod(model.head.shape)
 
 
 # --- the points ---------------------------------------------------------------------------------

@@ -17,12 +17,13 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 def check_json(file: Path | None) -> None:
     """RequestError if the figures could not be written there: before they are measured."""
-    if file is not None and file.is_dir():
+    if file is None:
+        return
+    if file.is_dir():
         raise RequestError(f"--json {file}: it is a directory; expected a file")
-    if file is not None and not file.resolve().parent.is_dir():
+    if not file.resolve().parent.is_dir():
         raise RequestError(f"--json {file}: there is no directory {file.parent}")
-    if file is not None:
-        check_writable("--json", file)
+    check_writable("--json", file)
 
 
 def check_writable(option: str, file: Path) -> None:

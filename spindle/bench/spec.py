@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     report.check_json(args.json)
     chosen = _one_model(args), _one_drafter(args)
     asked = Asked(*chosen, tuple(args.k), args.turns, _params(args))
-    rows: Any = measure(asked)
+    rows = measure(asked)
     report.publish(rows, spec_tables.as_markdown(rows), args.json)
     return 0
 
@@ -160,9 +160,8 @@ def measure(asked: Asked, clock: Clock = time.perf_counter) -> list[dict[str, An
     profile.check_not_emulated()
     directory = None if asked.model is None else hub.resolve(asked.model)
     tokenizer = None if directory is None else Tokenizer(directory)
-    config = ModelConfig.from_dict(TINY)
-    if directory is not None:
-        config = ModelConfig.from_directory(directory)
+    tiny = ModelConfig.from_dict(TINY)
+    config = tiny if directory is None else ModelConfig.from_directory(directory)
     prompts = prompts_of(tokenizer, config)
     longest = max(map(len, prompts.values())) + asked.new
     check_room("the model", config, longest, asked.new)

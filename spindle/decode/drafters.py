@@ -6,7 +6,7 @@ A guess may be as wrong as it likes: the target keeps only what it would have sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,8 +17,7 @@ from spindle.decode.engine import Engine
 from spindle.decode.params import check_count
 from spindle.decode.sampling import DRAFT, SamplingRows, adjust, draw, inverse_cdf, probabilities
 from spindle.errors import RequestError, shown
-from spindle.kernels.packed import Weight
-from spindle.model.layers import Model
+from spindle.model.layers import Model, layer_weights
 from spindle.tokenizer import Tokenizer, check_ids
 
 
@@ -32,6 +31,12 @@ class Draft(NamedTuple):
         """The same for the k + 1 rows of a pass: the last one has no draft, -1, and no mass."""
         probs = None if self.probs is None else F.pad(self.probs, (0, 0, 0, 1))
         return Draft(F.pad(self.ids, (0, 1), value=-1), probs)
+
+    @staticmethod
+    def together(drafts: Iterable[Draft]) -> Draft:
+        """Several that were drawn, one behind the other; there is one at least."""
+        ids, probs = zip(*drafts, strict=True)
+        return Draft(torch.cat(ids), torch.cat(probs))
 
 
 class Drafter:
@@ -143,7 +148,7 @@ class ModelDrafter(Drafter):
     def draft(self, ids: Sequence[int], k: int, rows: SamplingRows, target: Model) -> Draft:
         """k ids, each drawn from what the draft model says after those before it.
 
-        None where it has no more positions. An id that it does not have is taken for its id 0.
+        No ids where it has no more positions. An id that it does not have is taken for its id 0.
         """
         self._take_back(ids)
         if k == 0 or len(ids) + k - 1 > self.engine.max_seq_len:
@@ -177,7 +182,7 @@ class ModelDrafter(Drafter):
     def _catch_up(self, ids: Sequence[int]) -> Tensor:
         """Store what is missing of the ids; returns the logits [1, V] that follow."""
         engine, V = self.engine, self.engine.model.config.vocab_size
-        more = [i if i < V else 0 for i in ids[engine.length :]]
+        more = [known(i, V) for i in ids[engine.length :]]
         if len(more) > 2:  # rarely: not worth a graph for every number of them
             return engine.extend(more)
         tokens = torch.tensor([more], dtype=torch.int64, device=engine.model.device)
@@ -197,6 +202,11 @@ def drawn_from(
     return inverse_cdf(p, draw(rows, position, DRAFT)), p
 
 
+def known(token: int, vocab_size: int) -> int:
+    """The token, or 0 where a draft model of so many ids does not have it: a guess may be wrong."""
+    return token if token < vocab_size else 0
+
+
 def nothing(target: Model) -> Draft:
     """A draft of no ids."""
     return Draft(torch.empty(0, dtype=torch.int64, device=target.device))
@@ -210,8 +220,7 @@ def aligned(logits: Tensor, vocab_size: int) -> Tensor:
 
 def pass_bytes(model: Model) -> int:
     """Bytes of the matrices that a pass reads: those of the layers, and the head."""
-    parts = [value for layer in model.layers for value in vars(layer).values()]
-    return sum(part.nbytes for part in [*parts, model.head] if isinstance(part, Weight))
+    return sum(weight.nbytes for weight in [*layer_weights(model), model.head])
 
 
 def check_same_tokens(draft: Model, target: Model) -> None:

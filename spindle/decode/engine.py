@@ -71,7 +71,8 @@ class Engine(StaticRows):
             self._check_single(one)
         each = [self._checked_params(one) for one in each]
         logits = [self.prefill(ids, row) for row, ids in enumerate(checked)]
-        return self._draw(torch.cat(logits), self._sampling(each, [0] * len(each), checked))
+        sampling = self.sampling(each, [0] * len(each), [Prefix(ids) for ids in checked])
+        return self._draw(torch.cat(logits), sampling)
 
     def generate(
         self, ids: Iterable[int], max_new_tokens: int | None = 16, **sampling: Any
@@ -156,7 +157,7 @@ class Engine(StaticRows):
             after_prompt = self.prefill(prompt)  # [1, V]
             try:
                 self._make_room(n, len(prompt))
-                sampling = self._sampling([params] * n, range(n), [prompt] * n)
+                sampling = self.sampling([params] * n, range(n), [Prefix(prompt)] * n)
                 self._run_rows(runs, after_prompt, sampling)
             finally:
                 if self._kv.rows > self.rows:
@@ -203,10 +204,11 @@ class Engine(StaticRows):
         records: list[TokenLogprobs] | None = None if params.logprobs is None else []
         return Run(params, sample, limit, self.model.config.eos_ids, stats, records)
 
-    def _sampling(
-        self, params: Sequence[SamplingParams], samples: Sequence[int], prompts: Sequence[list[int]]
+    def sampling(
+        self, params: Sequence[SamplingParams], samples: Sequence[int], prefixes: Sequence[Prefix]
     ) -> SamplingRows:
-        prefixes, config = [Prefix(prompt) for prompt in prompts], self.model.config
+        """How rows of these parameters are sampled, that have these tokens before them."""
+        config = self.model.config
         of_model = (config.eos_ids, config.vocab_size)
         return SamplingRows.of(params, self.model.device, samples, prefixes, *of_model)
 
@@ -216,7 +218,7 @@ class Engine(StaticRows):
         """The answer's ids; `start` runs the prompt and gives the logits [1, V] that follow it."""
         if run.limit == 0:
             return
-        sampling = self._sampling([run.params], [run.sample], [prompt])
+        sampling = self.sampling([run.params], [run.sample], [Prefix(prompt)])
         tokens = self._draw(start(), sampling)
         while True:
             self._take(tokens, [run])

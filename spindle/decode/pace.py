@@ -68,7 +68,7 @@ class Pace:
             self._judged = self._judged * MEMORY + 1
         if accepted:
             self._rest = REST[0]
-        if self._levels[0] and max(self._levels, key=self._gain) == 0:
+        if max(self._levels, key=self._gain) == 0:
             self._resting, self._rest = self._rest, min(2 * self._rest, REST[1])
             self._accepted, self._judged = HOPE  # then another try
 

@@ -41,6 +41,13 @@ def check_count(
     return int(value)  # type: ignore[call-overload]
 
 
+def check_bool(name: str, value: object) -> bool:
+    """True or False, which an option must be; RequestError names it."""
+    if not isinstance(value, bool):
+        raise RequestError(f"{name}={shown(value)}: expected True or False")
+    return value
+
+
 def check_real(name: str, value: object, low: float, high: float, right: str) -> float:
     """A number that an option must be, `right` in words; RequestError names it."""
     is_real = isinstance(value, Real) and not isinstance(value, bool)
@@ -161,8 +168,7 @@ class SamplingParams:
         self._whole("min_tokens", 0, largest, "a whole number of 0 or more")
         if most is not None and self.min_tokens > most:
             self._refuse("min_tokens", f"at most max_tokens={most}")
-        if not isinstance(self.ignore_eos, bool):
-            self._refuse("ignore_eos", "True or False")
+        check_bool("ignore_eos", self.ignore_eos)
 
     def _check_shape_of_the_distribution(self) -> None:
         right = "a number from 0 to 10,000 (where all tokens are equal)"

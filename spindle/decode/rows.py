@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spindle.decode.params import check_count, check_prompt
+from spindle.decode.params import check_bool, check_count, check_prompt
 from spindle.decode.sampling import SamplingRows
 from spindle.decode.stats import StepTimes
 from spindle.decode.step import ChunkStep, DecodeStep
@@ -44,8 +44,7 @@ class StaticRows:
     ) -> None:
         if not hasattr(model, "config"):
             raise RequestError(f"model={shown(model)}: expected a loaded model (see load_hf)")
-        if not isinstance(keep_probs, bool):
-            raise RequestError(f"keep_probs={shown(keep_probs)}: expected True or False")
+        check_bool("keep_probs", keep_probs)
         limit = model.config.max_positions
         self.model, self.keep_probs = model, keep_probs
         self.max_seq_len = check_count("max_seq_len", limit if max_seq_len is None else max_seq_len)

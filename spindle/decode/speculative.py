@@ -25,7 +25,7 @@ from spindle.decode.engine import Engine, params_of, refuse_logits
 from spindle.decode.graphs import enable_if_free
 from spindle.decode.logprobs import logprob_table
 from spindle.decode.pace import Pace, check_k, tokens_a_pass
-from spindle.decode.params import SamplingParams
+from spindle.decode.params import SamplingParams, check_bool
 from spindle.decode.penalties import Prefix
 from spindle.decode.run import Run
 from spindle.decode.sampling import (
@@ -144,13 +144,11 @@ class Speculator:
             raise RequestError(f"engine={shown(engine)}: expected an Engine")
         if not isinstance(drafter, Drafter):
             raise RequestError(f"drafter={shown(drafter)}: expected a Drafter")
-        if not isinstance(adaptive_k, bool):
-            raise RequestError(f"adaptive_k={shown(adaptive_k)}: expected True or False")
         if isinstance(drafter, ModelDrafter) and drafter.engine is engine:
             raise RequestError("the drafter has the engine itself; expected one of its own")
         drafter.check(engine.model)
         self.engine, self.drafter = engine, drafter
-        self.k, self.adaptive_k = check_k(k), adaptive_k
+        self.k, self.adaptive_k = check_k(k), check_bool("adaptive_k", adaptive_k)
 
     @property
     def max_seq_len(self) -> int:
@@ -187,7 +185,7 @@ class Speculator:
             return
         engine, drafter, ids = self.engine, self.drafter.begin(), list(prompt)
         pace = Pace(self.k, drafter.cost(engine.model), self.adaptive_k)
-        sampler = Sampler(engine.model, run, prompt)
+        sampler = Sampler(engine, run, prompt)
         verdict = self._judge(start(), nothing(engine.model), sampler)
         while True:
             yield from self._give(verdict, ids, run)
@@ -261,8 +259,8 @@ class Speculator:
 class Sampler:
     """How the tokens of one answer are sampled, in rows; made anew where what was said counts."""
 
-    def __init__(self, model: Model, run: Run, prompt: list[int]) -> None:
-        self.model, self.run, self.prompt = model, run, prompt
+    def __init__(self, engine: Engine, run: Run, prompt: list[int]) -> None:
+        self.engine, self.run, self.prompt = engine, run, prompt
         self._made: dict[int, SamplingRows] = {}  # rows by their number, if they stay the same
 
     @property
@@ -274,9 +272,8 @@ class Sampler:
         """The next token's row, [1]."""
         if 1 in self._made:
             return self._made[1]
-        run, model, prefix = self.run, self.model, Prefix(self.prompt, self.run.token_ids)
-        of_model = (model.config.eos_ids, model.config.vocab_size)
-        row = SamplingRows.of([run.params], model.device, [run.sample], [prefix], *of_model)
+        run, prefix = self.run, Prefix(self.prompt, self.run.token_ids)
+        row = self.engine.sampling([run.params], [run.sample], [prefix])
         if not row.counts:
             self._made[1] = row
         return row

@@ -63,8 +63,7 @@ def library(name: str) -> ctypes.CDLL | None:
         return ctypes.CDLL(str(built(name)))
     except OSError as cause:
         _reasons[name] = str(cause)
-        wanted = os.environ.get("SPINDLE_NO_EXT") != "1"
-        if name == "cpu" and wanted and sys.platform == "linux":
+        if name == "cpu" and not isinstance(cause, Unwanted):
             _log.warning("native CPU code: not used, plain torch is slower: %s", cause)
         return None
 
@@ -105,7 +104,7 @@ def compiler() -> str | None:
     wanted = os.environ.get("CXX")
     names = (wanted,) if wanted else COMPILERS
     found = [path for name in names if (path := shutil.which(name))]
-    return min(found, key=_is_clang) if len(found) > 1 else next(iter(found), None)
+    return min(found, key=_is_clang, default=None)
 
 
 def _is_clang(command: str) -> bool:
@@ -264,12 +263,16 @@ def version(command: str) -> bytes:
         raise OSError(f"{command} --version was not done after 20 s") from None
 
 
+class Unwanted(OSError):
+    """Nothing is built, and nothing is wrong."""
+
+
 def refuse() -> None:
-    """OSError where nothing is to be built: it is not wanted, or this is no Linux."""
+    """Unwanted where nothing is to be built: it was asked for, or this is no Linux."""
     if os.environ.get("SPINDLE_NO_EXT") == "1":
-        raise OSError("SPINDLE_NO_EXT=1")
+        raise Unwanted("SPINDLE_NO_EXT=1")
     if sys.platform != "linux":  # elsewhere torch brings another OpenMP runtime
-        raise OSError(f"not tried on {platform.system()}: plain torch does the work")
+        raise Unwanted(f"not tried on {platform.system()}: plain torch does the work")
 
 
 def _place(stem: str, parts: list[bytes]) -> Path:

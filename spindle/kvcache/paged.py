@@ -187,7 +187,7 @@ class PagedView(DecodeView):
         return out
 
     def _decode_tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of single tokens: rows of q [R], tables [R, B] filled up with block 0, lengths [R]."""
+        """Of tokens that are rows: those of q [R], tables [R, B] ending in block 0, lengths [R]."""
         P = self._kv.pool.block_size
         lengths = [position + 1 for position, _, _ in self._decodes]
         width = max(-(-length // P) for length in lengths)

@@ -124,6 +124,12 @@ class Model(Protocol):
         """hidden [R, E] -> logits [R, V], of the rows that are to be sampled only."""
 
 
+def layer_weights(model: Model) -> list[Weight]:
+    """The matrices of a model's layers, which a pass reads once; the head comes on top of them."""
+    parts = [part for layer in model.layers for part in vars(layer).values()]
+    return [part for part in parts if isinstance(part, Weight)]
+
+
 def activation(name: str, x: Tensor) -> Tensor:
     """The elementwise function that a config.json calls by this name."""
     return ACTIVATIONS[name](x)

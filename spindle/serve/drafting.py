@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from spindle.decode.drafters import Draft, Drafter, ModelDrafter, aligned, drawn_from
+from spindle.decode.drafters import Draft, Drafter, ModelDrafter, aligned, drawn_from, known
 from spindle.decode.pace import Pace
 from spindle.decode.stats import Speculation
 from spindle.errors import RequestError
@@ -26,18 +25,7 @@ from spindle.serve.recorded import Next, RecordedDecodes, Row, sampling_rows
 from spindle.serve.request import Sequence
 from spindle.serve.scheduler import Chunk
 
-
-@dataclass
-class Drafted:
-    """What a step's drafts were drawn from; the drafts themselves are their sequences'."""
-
-    probs: dict[Sequence, Draft] = field(default_factory=dict)  # those that were drawn
-
-    def behind(self) -> Draft:
-        """Those that were drawn, for the rows of the target's pass."""
-        parts = [draft.behind() for draft in self.probs.values()]
-        probs = [draft.probs for draft in parts if draft.probs is not None]
-        return Draft(torch.cat([draft.ids for draft in parts]), torch.cat(probs))
+Drawn = dict[Sequence, Draft]  # of those whose drafts were drawn, what they were drawn from
 
 
 class Seconds(NamedTuple):
@@ -75,9 +63,9 @@ class Drafting:
             sequence.drafter = self._drafter.begin()
         return sequence.drafter.guesses(sequence.ids, k, self.model)
 
-    def draft(self, chunks: Many[Chunk]) -> Drafted:
-        """What is left to do when the step runs, before the target's pass."""
-        return Drafted()
+    def draft(self, chunks: Many[Chunk]) -> Drawn:
+        """What is left to do when the step runs, before the target's pass; here nothing."""
+        return {}
 
     def note(self, sequence: Sequence, drafts: int, accepted: int, seconds: Seconds) -> None:
         """A step has looked at so many drafts of a sequence, and accepted some; it took so long."""
@@ -127,11 +115,11 @@ class ModelDrafting(Drafting):
     def _guesses(self, sequence: Sequence, k: int) -> list[int]:
         return [0] * k  # whatever they will be
 
-    def draft(self, chunks: Many[Chunk]) -> Drafted:
+    def draft(self, chunks: Many[Chunk]) -> Drawn:
         """Run the draft model over what it has not stored, then draft a token at a time."""
         due = [chunk for chunk in chunks if self._is_due(chunk)]
         if not due:
-            return Drafted()
+            return {}
         for chunk in due:
             chunk.sequence.drafts = []
         logits = self._catch_up(due)
@@ -143,10 +131,11 @@ class ModelDrafting(Drafting):
                 spans = [(at, chunk.stop + n, 1) for at, chunk in enumerate(live)]
                 rows = [self._row(chunk, chunk.stop + n) for chunk in live]
                 logits = self._pass(rows, spans, live)
-        probs = dict[Sequence, Draft]()
-        for one, q in drawn.items():
-            probs[one] = Draft(torch.tensor(one.drafts, device=self.model.device), torch.stack(q))
-        return Drafted(probs)
+        device = self.model.device
+        return {
+            one: Draft(torch.tensor(one.drafts, device=device), torch.stack(q))
+            for one, q in drawn.items()
+        }
 
     def _is_due(self, chunk: Chunk) -> bool:
         """Whether the draft model runs over a chunk's tokens now, and not later."""
@@ -193,9 +182,7 @@ class ModelDrafting(Drafting):
         """The row of a token at some position, of its own or a draft."""
         one, P = chunk.sequence, self.kv.pool.block_size
         token = one.ids[at] if at < len(one.ids) else one.drafts[at - len(one.ids)]
-        table = one.table.blocks
-        known = token if token < self.draft_model.config.vocab_size else 0  # a guess may be wrong
-        return Row(known, at, table[at // P] * P + at % P, at + 1, table)
+        return Row.of(known(token, self.draft_model.config.vocab_size), at, one.table.blocks, P)
 
     def _pass(
         self,

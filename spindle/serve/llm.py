@@ -21,8 +21,15 @@ from spindle.decode.detokenize import AnswerText
 from spindle.decode.drafters import Drafter, ModelDrafter
 from spindle.decode.graphs import Recorder, recorder_for, why_none
 from spindle.decode.pace import check_k
-from spindle.decode.params import SamplingParams, check_count, check_prompt, check_real
+from spindle.decode.params import (
+    SamplingParams,
+    check_bool,
+    check_count,
+    check_prompt,
+    check_real,
+)
 from spindle.decode.speculative import drafter_for
+from spindle.decode.stats import Speculation
 from spindle.errors import RequestError, shown
 from spindle.interrupts import held_back
 from spindle.kvcache.blocks import BlockTable
@@ -75,7 +82,7 @@ class LLM:
         policy: str = "continuous",
         host_blocks: int | None = None,
         graphs: bool | Recorder | None = None,
-        speculate: str | Drafter | None = None,
+        speculate: str | Path | Drafter | None = None,
         k: int = 5,
         adaptive_k: bool = True,
         trace: int = 0,
@@ -105,7 +112,7 @@ class LLM:
             words = model.config.positions_in_words()
             raise RequestError(f"max_model_len={max_model_len}: the model has {words}")
         check_k(k)
-        _check_bool("adaptive_k", adaptive_k)
+        check_bool("adaptive_k", adaptive_k)
         drafter = drafter_for(speculate, model)
         if drafter is not None:
             _check_choice("policy", policy, ("continuous",), " where there are drafts")
@@ -119,7 +126,7 @@ class LLM:
         if host_blocks is not None:
             check_count("host_blocks", host_blocks, 0)
         check_count("trace", trace, 0)
-        _check_bool("prefix_cache", prefix_cache)
+        check_bool("prefix_cache", prefix_cache)
         host = (num_blocks if host_blocks is None else host_blocks) * (preemption == "swap")
         check_memory(models, num_blocks, host, block_size)
         self._kv = PagedKV(
@@ -147,7 +154,7 @@ class LLM:
             drafts=None if self._drafting is None else self._drafting.wanted,
         )
         self._runner = Runner(model, self._kv, recorded(model, self._kv), self._drafting)
-        self._clock, self._orders, self._accepted = clock, count(), 0
+        self._clock, self._orders, self._drafts = clock, count(), Speculation()
         self._requests: dict[str, Request] = {}
         self._ended: list[Request] = []  # without having been run
         self._texts: dict[Sequence, AnswerText] = {}
@@ -363,8 +370,8 @@ class LLM:
             "blocks_named": sum(len(one.table.blocks) for one in self.scheduler.running),
             "steps": self._runner.steps,
             "replayed": self._runner.replayed,
-            "proposed": self._runner.proposed,
-            "accepted": self._accepted,
+            "proposed": self._drafts.proposed,
+            "accepted": self._drafts.accepted,
         }
 
     # --- the parts of the above -----------------------------------------------------------------
@@ -477,6 +484,7 @@ class LLM:
             if output.ids and one.new_tokens > 0 and one.finish_reason is None:
                 accepted = len(output.ids) - 1
                 self._drafting.note(one, chunk.drafts, accepted, self._runner.seconds)
+                self._drafts.proposed += chunk.drafts
 
     def _take(self, plan: Plan, outputs: list[Output], now: float, gain: Gain) -> None:
         """Note what a sequence gained, and end it if it has had enough.
@@ -491,9 +499,8 @@ class LLM:
             return
         _note_time(request, now)
         if sequence.speculation is not None:
-            accepted = n < len(outputs[at].ids) - 1
-            sequence.speculation.note(n < chunk.drafts, accepted)
-            self._accepted += accepted
+            for counts in (sequence.speculation, self._drafts):
+                counts.note(n < chunk.drafts, n < len(outputs[at].ids) - 1)
         if record is not None:
             sequence.cumulative += record.sampled.logprob
             if request.params.logprobs is not None:
@@ -603,8 +610,3 @@ def _as_list(prompts: Any) -> list[Any]:
 def _check_choice(name: str, value: str, choices: tuple[str, ...], when: str = "") -> None:
     if value not in choices:
         raise RequestError(f"{name}={value!r}: expected {' or '.join(map(repr, choices))}{when}")
-
-
-def _check_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise RequestError(f"{name}={shown(value)}: expected True or False")

@@ -88,6 +88,12 @@ class Row(NamedTuple):
     length: int
     table: list[int]  # blocks
 
+    @staticmethod
+    def of(token: int, at: int, table: list[int], block_size: int) -> Row:
+        """A token at position `at` of the sequence of this table; it sees all up to itself."""
+        slot = table[at // block_size] * block_size + at % block_size
+        return Row(token, at, slot, at + 1, table)
+
 
 def _parts(index: Tensor, B: int) -> tuple[Tensor, Tensor]:
     """An index of B rows: their four numbers, [4, B], and their tables, [B, width]."""
@@ -250,11 +256,9 @@ class RecordedDecodes:
         P, rows = self.kv.pool.block_size, list[Row]()
         for chunk in chunks:
             table = chunk.sequence.table.blocks
-            for at, token in enumerate(chunk.ids, chunk.start):
-                slot = table[at // P] * P + at % P
-                rows.append(Row(token, at, slot, at + 1, table))
+            rows += [Row.of(i, at, table, P) for at, i in enumerate(chunk.ids, chunk.start)]
         return rows + [self._nobody()] * (bucket - len(rows))
 
     def _nobody(self) -> Row:
         """A row that only fills up a bucket."""
-        return Row(0, 0, self.kv.scratch * self.kv.pool.block_size, 1, [self.kv.scratch])
+        return Row.of(0, 0, [self.kv.scratch], self.kv.pool.block_size)

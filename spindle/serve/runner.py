@@ -8,13 +8,14 @@ from itertools import accumulate
 
 import torch
 
+from spindle.decode.drafters import Draft
 from spindle.decode.logprobs import TokenLogprobs, logprob_table, token_logprobs
 from spindle.decode.sampling import sample
 from spindle.decode.speculative import verified
 from spindle.kvcache.index import StepIndex
 from spindle.kvcache.paged import PagedKV
 from spindle.model.layers import Model
-from spindle.serve.drafting import Drafted, Drafting, Seconds
+from spindle.serve.drafting import Drafting, Drawn, Seconds
 from spindle.serve.recorded import Next, RecordedDecodes, sampling_rows
 from spindle.serve.request import Request
 from spindle.serve.scheduler import Chunk, Plan
@@ -37,8 +38,8 @@ class Output:
 class Runner:
     """Carries out plans on one model over one paged cache; it decides nothing.
 
-    `steps` counts those that were run, `replayed` those of them that a recorder had recorded;
-    `proposed` the drafts in them. `seconds`: of the last one.
+    `steps` counts those that were run, `replayed` those of them that a recorder had recorded.
+    `seconds`: of the last one.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Runner:
         drafting: Drafting | None = None,
     ) -> None:
         self.model, self.kv, self.recorded, self.drafting = model, kv, recorded, drafting
-        self.steps = self.replayed = self.proposed = 0
+        self.steps = self.replayed = 0
         self.seconds = Seconds()
 
     def move(self, plan: Plan) -> None:
@@ -63,7 +64,7 @@ class Runner:
         """The plan's pass, after its moves; one output a chunk, empty where nothing is sampled."""
         chunks, outputs = plan.chunks, [Output([], []) for _ in plan.chunks]
         begun = time.perf_counter()
-        drafted = None if self.drafting is None else self.drafting.draft(chunks)
+        drawn = {} if self.drafting is None else self.drafting.draft(chunks)
         rows = [(n, token) for n, c in enumerate(chunks) if c.samples for token in _samples(c)]
         between = time.perf_counter()
         self.steps += 1
@@ -75,10 +76,9 @@ class Runner:
             if not rows:
                 return outputs
             logits, tokens = self._draw(chunks, rows, hidden)
-        if drafted is not None:
-            tokens = self._judge(logits, tokens, rows, drafted)
+        if drawn:
+            tokens = self._judge(logits, tokens, rows, drawn)
         self._give(outputs, chunks, rows, logits, tokens)
-        self.proposed += sum(chunk.drafts for chunk in chunks)
         self.seconds = Seconds(between - begun, time.perf_counter() - between)
         return outputs
 
@@ -117,15 +117,14 @@ class Runner:
         return logits, sample(logits, sampling, position)
 
     def _judge(
-        self, logits: torch.Tensor, tokens: torch.Tensor, rows: list[Sampled], drafted: Drafted
+        self, logits: torch.Tensor, tokens: torch.Tensor, rows: list[Sampled], drawn: Drawn
     ) -> torch.Tensor:
         """The tokens [R], those where a draft was drawn as its acceptance rule has it."""
-        which = [n for n, (_, token) in enumerate(rows) if token.sequence in drafted.probs]
-        if not which:
-            return tokens
+        which = [n for n, (_, token) in enumerate(rows) if token.sequence in drawn]
         its, at = [rows[n][1] for n in which], torch.tensor(which, device=logits.device)
         position = torch.tensor([token.position for token in its], device=logits.device)
-        sampling, draft = sampling_rows(self.model, its), drafted.behind()
+        sampling = sampling_rows(self.model, its)
+        draft = Draft.together(draft.behind() for draft in drawn.values())
         tokens = tokens.clone()
         tokens[at] = verified(logits[at], sampling, position, draft)
         return tokens

@@ -251,7 +251,7 @@ class Scheduler:
     def _go_on(self, groups: list[list[Sequence]], at: int, draft: _Draft) -> None:
         """Plan the next tokens of a running group, at the cost of the youngest if it must be."""
         group = groups[at]
-        counts = self._counts(group, draft)
+        counts = self._with_drafts(group, draft)
         while not self._reserve(group, counts, draft):
             self._preempt(groups.pop(), draft)
             if len(groups) == at:  # it was the youngest itself
@@ -259,8 +259,8 @@ class Scheduler:
         prompts = (n for one, n in zip(group, counts, strict=True) if one.pending > 1)
         draft.budget -= sum(prompts)
 
-    def _counts(self, group: list[Sequence], draft: _Draft) -> list[int]:
-        """How many tokens each of a group does next, its drafts among them.
+    def _with_drafts(self, group: list[Sequence], draft: _Draft) -> list[int]:
+        """What `_counts` says of a group, and its drafts on top.
 
         They come with the last of its ids. So where those fit and the drafts don't, as after a
         preemption, one id waits for them: what is drafted for whom depends on no one else.
@@ -324,7 +324,7 @@ class Scheduler:
             for one in group:
                 self.waiting.popleft()
                 self.running.append(one)
-            counts = self._counts(group, draft)
+            counts = self._with_drafts(group, draft)
             assert self._reserve(group, counts, draft), "its blocks were counted"
             draft.budget -= sum(counts)
             self._drop_finished()
@@ -368,10 +368,9 @@ class Scheduler:
 
     def _drafts(self, sequence: Sequence) -> int:
         """How many guesses at what follows it has: none before its first token, or in a beam."""
-        request = sequence.request
-        if self._drafts_of is None or sequence.new_tokens == 0 or request.beam is not None:
-            return 0
-        if sequence.finish_reason is not None:
+        request, begun = sequence.request, sequence.new_tokens > 0
+        goes_on = begun and sequence.finish_reason is None and request.beam is None
+        if self._drafts_of is None or not goes_on:
             return 0
         return self._drafts_of(sequence, self.longest(request) - len(sequence.ids) - 1)
 
@@ -381,8 +380,9 @@ class Scheduler:
         Whatever it may share is not counted on.
         """
         static = self.policy == "static"
-        most, next_ones = self.longest(sequence.request), len(sequence.ids) + drafts + 1
-        length = most if static else next_ones
+        length = len(sequence.ids) + drafts + 1
+        if static:
+            length = self.longest(sequence.request)
         return -(-length // self.pool.block_size) * sequence.width
 
     def _still_blocked(self, sequence: Sequence) -> bool:
