@@ -27,7 +27,10 @@ MODEL = "smollm2"
 COMPILER = "c++"  # and Linux, as for spindle.kernels.build
 PYTHON = (sys.executable, "-m")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # the same sums on every machine
+WORKERS = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2, 4)
+SPREAD = ("-n", str(WORKERS), "--dist")  # over as many processes; each may need 2 GB
 NBVAL = ("--nbval", "--nbval-current-env", "--nbval-sanitize-with", "notebooks/sanitize.cfg")
+NBVAL += ("--nbval-cell-timeout", "120")
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 OUTCOME = re.compile(r"(\d+) (passed|failed|errors?|skipped|deselected|xfailed|xpassed|warnings?)")
 
@@ -59,17 +62,18 @@ def parts(left_out: Sequence[Path] = (), without_model: bool = False) -> list[Pa
     ignored = [f"--ignore={path.relative_to(ROOT)}" for path in left_out]
     color = ("--color=yes",) if sys.stdout.isatty() else ()
     pytest = (*PYTHON, "pytest", *color)
+    tests = (*pytest, *SPREAD, "worksteal", "--hypothesis-profile=ci")
     nothing_left = (0, 5) if left_out else (0,)  # pytest ends with 5 when it has collected nothing
     book = ("-b", "html", "-W", "--keep-going", "-q", "-c", "book", ".", "book/_build/html")
     return [
         Part("lint", (*PYTHON, "ruff", "check", ".")),
         Part("format", (*PYTHON, "ruff", "format", "--check", ".")),
         Part("types", (*PYTHON, "mypy")),
-        Part("pytest", (*pytest, "--hypothesis-profile=ci", *marks), ONE_THREAD, True),
+        Part("pytest", (*tests, *marks), ONE_THREAD, True),
         Part("stored", (*PYTHON[:1], "notebooks/execute.py", "--check")),
         Part(
             "nbval",
-            (*pytest, *NBVAL, "--nbval-cell-timeout", "120", *ignored, "notebooks"),
+            (*pytest, *SPREAD, "loadfile", *NBVAL, *ignored, "notebooks"),
             ONE_THREAD,
             True,
             nothing_left,
