@@ -213,12 +213,13 @@ def _drawn_natively(
     columns = rows.temperature, rows.top_k, rows.top_p, rows.min_p
     tokens, left_over = native_sampling.sample(adjusted, logits, *columns, u, p)
     if left_over:
-        rest = (tokens == native_sampling.UNSETTLED).nonzero().squeeze(1)
-        few, rows, u = adjusted[rest], rows.at(rest), u[rest]
-        if p is None:
-            tokens[rest] = _drawn_natively(few, few, rows, u, _weighed(_scaled(few, rows), rows))
-        else:
-            tokens[rest] = _drawn(few, rows, u, CANDIDATES)
+        rest = (tokens == native_sampling.UNSETTLED).nonzero()
+        for row in rest.unbind():  # one by one, so that none depends on where it stood
+            one, its, at = adjusted[row], rows.at(row), u[row]
+            if p is None:
+                tokens[row] = _drawn_natively(one, one, its, at, _weighed(_scaled(one, its), its))
+            else:
+                tokens[row] = _drawn(one, its, at, CANDIDATES)
     return tokens
 
 

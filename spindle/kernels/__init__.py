@@ -28,6 +28,7 @@ __all__ = [
     "paged_attend",
     "rms_norm",
     "rope",
+    "rows_are_apart",
     "silu_mul",
     "unpack",
     "write_kv",
@@ -134,6 +135,16 @@ def paged_attend(
     TypeError: they do not go together.
     """
     return _paged_attend(q, keys, values, tables, lengths, scale)
+
+
+def rows_are_apart(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether each op gives a row of such tensors the bits that it has alone, where it can.
+
+    Native code does: whatever is summed is summed in an order that the row alone decides. Not so
+    `attend`, which is torch's, nor products with weights that are not in panels.
+    """
+    native_here = device.type == "cpu" and dtype == torch.float32 and native.available()
+    return native_here and not emulate.enabled()
 
 
 def attends_in_place(cache: Tensor, queries: int = 1) -> bool:

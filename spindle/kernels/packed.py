@@ -68,6 +68,11 @@ class Weight:
         return [part for part in held if part is not None]
 
     @property
+    def in_panels(self) -> bool:
+        """Whether it lies as native code reads it."""
+        return self.panels is not None or (self.int8 is not None and self.int8.ndim == 3)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of its numbers, its scales and its bias, without what a layout adds."""
         itemsize = self.dtype.itemsize if self.int8 is None else 1

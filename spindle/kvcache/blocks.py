@@ -263,13 +263,12 @@ class BlockTable:
             raise BlockError(f"positions {start} to {stop}: the table ends at {self.capacity}")
         pool, blocks = self.pool, self.blocks
         first, end = start // pool.block_size, -(-stop // pool.block_size)
-        owned = range(first, min(end, len(blocks)))
-        shared = [n for n in owned if pool.count(blocks[n]) > 1]
+        shared = [n for n, block in enumerate(blocks[first:end], first) if pool.count(block) > 1]
         more = max(0, end - len(blocks))
         fresh = pool.take(len(shared) + more) if shared or more else []
-        for n in owned:
-            if pool.count(blocks[n]) == 1:  # ours alone, but perhaps remembered as it was
-                pool.forget(blocks[n])
+        for block in blocks[first:end]:
+            if pool.count(block) == 1:  # ours alone, but perhaps remembered as it was
+                pool.forget(block)
         copies = []
         for n, new in zip(shared, fresh, strict=False):
             if n == first and start % pool.block_size:

@@ -22,7 +22,8 @@ class PagedKV:
 
     Behind the pool's blocks is one more, `scratch`, which belongs to nobody: rows that only fill up
     a step of a fixed size write there. `beside`: another model's cache, as large, whose blocks it
-    has: a block is the same tokens in both.
+    has: a block is the same tokens in both. `apart`: all tokens of a chunk attend as rows of their
+    own, however many they are, where `paged_attend` reads keys in place.
     """
 
     def __init__(
@@ -35,7 +36,9 @@ class PagedKV:
         host_blocks: int = 0,
         prefix_cache: bool = True,
         beside: PagedKV | None = None,
+        apart: bool = False,
     ) -> None:
+        self.apart = apart
         if beside is None:
             self.pool = BlockPool(num_blocks, block_size, prefix_cache)
             self.host = BlockPool(host_blocks, block_size, False) if host_blocks else None
@@ -161,7 +164,9 @@ class PagedView(DecodeView):
             for p in range(start, start + count)
         ]
         self._slots = torch.tensor(slots, device=self._device)  # [T], for `write`
-        few = FEW if kernels.attends_in_place(kv.keys) else 1
+        few = 1
+        if kernels.attends_in_place(kv.keys):
+            few = max(index.counts) if kv.apart else FEW
         self._decodes = [
             (p, t + p - start, table)
             for start, count, t, table in self._chunks

@@ -130,6 +130,12 @@ def layer_weights(model: Model) -> list[Weight]:
     return [part for part in parts if isinstance(part, Weight)]
 
 
+def is_native(config: ModelConfig) -> bool:
+    """Whether all ops between the products have native forms; relu needs none."""
+    gated = config.rope is not None and config.activation in ("silu", "swish")
+    return gated or ACTIVATIONS[config.activation] in (gelu_tanh, F.relu)
+
+
 def activation(name: str, x: Tensor) -> Tensor:
     """The elementwise function that a config.json calls by this name."""
     return ACTIVATIONS[name](x)

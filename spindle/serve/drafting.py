@@ -18,9 +18,9 @@ from spindle.decode.drafters import Draft, Drafter, ModelDrafter, aligned, drawn
 from spindle.decode.pace import Pace
 from spindle.decode.stats import Speculation
 from spindle.errors import RequestError
-from spindle.kvcache.index import StepIndex
 from spindle.kvcache.paged import PagedKV
 from spindle.model.layers import Model
+from spindle.serve.passes import Passes
 from spindle.serve.recorded import Next, RecordedDecodes, Row, sampling_rows
 from spindle.serve.request import Sequence
 from spindle.serve.scheduler import Chunk
@@ -96,6 +96,7 @@ class ModelDrafting(Drafting):
         kv: PagedKV,
         recorded: Callable[[Model, PagedKV], RecordedDecodes | None],
         max_model_len: int,
+        batch_invariant: bool = False,
     ) -> None:
         super().__init__(drafter, model, k, adaptive_k)
         self.draft_model = drafter.engine.model
@@ -108,7 +109,8 @@ class ModelDrafting(Drafting):
         pool, host = kv.pool, 0 if kv.host is None else kv.host.num_blocks
         at = self.draft_model.dtype, self.draft_model.device
         shape = pool.num_blocks, pool.block_size, *at, host
-        self.kv = PagedKV(self.draft_model.config, *shape, beside=kv)
+        self.kv = PagedKV(self.draft_model.config, *shape, beside=kv, apart=batch_invariant)
+        self._passes = Passes(self.draft_model, self.kv, batch_invariant)
         self.caches = [self.kv]
         self._recorded = recorded(self.draft_model, self.kv)
 
@@ -159,7 +161,7 @@ class ModelDrafting(Drafting):
             logits = self._pass(rows, spans, chunks)[last]
         else:
             hidden = self._hidden(rows, spans, chunks)[last]
-            logits = self.draft_model.logits(hidden) if last else hidden
+            logits = self._passes.logits(hidden) if last else hidden
         for chunk in chunks:
             chunk.sequence.draft_stored = chunk.stop
         return logits
@@ -171,12 +173,15 @@ class ModelDrafting(Drafting):
         tokens = [Next(chunk.sequence, chunk.sequence.sample, n) for chunk in live]
         position = torch.tensor([token.position for token in tokens], device=logits.device)
         rows = sampling_rows(self.model, tokens)
-        ids, probs = drawn_from(aligned(logits, self.model.config.vocab_size), rows, position)
-        for at, (chunk, token) in enumerate(zip(live, ids.tolist(), strict=True)):
+        logits = aligned(logits, self.model.config.vocab_size)
+        parts = self._passes.each(drawn_from, logits, rows, position)
+        ids = [i for its, _ in parts for i in its.tolist()]
+        probs = [p for its, q in parts for p in ([None] * len(its) if q is None else q)]
+        for chunk, token, p in zip(live, ids, probs, strict=True):
             one = chunk.sequence
             one.drafts.append(token)
-            if one.request.params.temperature > 0 and probs is not None:
-                drawn.setdefault(one, []).append(probs[at])
+            if one.request.params.temperature > 0 and p is not None:
+                drawn.setdefault(one, []).append(p)
 
     def _row(self, chunk: Chunk, at: int) -> Row:
         """The row of a token at some position, of its own or a draft."""
@@ -193,12 +198,11 @@ class ModelDrafting(Drafting):
         """Rows through the draft model -> logits [R, V']: replayed, where that is to be had."""
         if self._recorded is not None and self._recorded.takes(len(rows)):
             return self._recorded.logits(rows)
-        return self.draft_model.logits(self._hidden(rows, spans, chunks))
+        return self._passes.logits(self._hidden(rows, spans, chunks))
 
     def _hidden(
         self, rows: list[Row], spans: list[tuple[int, int, int]], chunks: list[Chunk]
     ) -> Tensor:
         """Rows through the layers of the draft model -> [R, E]; spans: (chunk, start, count)."""
-        device = self.kv.keys.device
-        view = self.kv.view(StepIndex.of(spans, device), [c.sequence.table for c in chunks])
-        return self.draft_model(torch.tensor([row.token for row in rows], device=device), view)
+        ids, tables = [row.token for row in rows], [chunk.sequence.table for chunk in chunks]
+        return self._passes.hidden(ids, spans, tables)

@@ -31,7 +31,7 @@ from spindle.decode.params import (
 from spindle.decode.speculative import drafter_for
 from spindle.decode.stats import Speculation
 from spindle.errors import RequestError, shown
-from spindle.interrupts import held_back
+from spindle.interrupts import Hold, held_back
 from spindle.kvcache.blocks import BlockTable
 from spindle.kvcache.paged import PagedKV
 from spindle.model.layers import Model
@@ -39,6 +39,7 @@ from spindle.model.weights import check_quantize, load_hf
 from spindle.serve.deltas import DeltaStream
 from spindle.serve.drafting import Drafting, ModelDrafting
 from spindle.serve.outputs import RequestOutput, output_of
+from spindle.serve.passes import has_own_bits
 from spindle.serve.recorded import LARGEST, RecordedDecodes
 from spindle.serve.request import Request, Sequence
 from spindle.serve.room import check_memory, default_blocks
@@ -60,6 +61,8 @@ class LLM:
     prompts, instead of running them; by default where there is what does it. speculate: what drafts
     tokens, for a pass to look at k of them at most: "ngram", a draft model's name, "int8" for the
     model's own weights in 8 bits, or a Drafter; adaptive_k: fewer where they are not accepted.
+    batch_invariant: a request gets the same bits whatever runs beside it, in float32 too; without
+    native code each token then has a pass of its own, which is slow.
     trace: keep the last N plans. Raises RequestError for what cannot be. An LLM is for one thread
     at a time: whoever shares it among several holds a lock.
     """
@@ -85,6 +88,7 @@ class LLM:
         speculate: str | Path | Drafter | None = None,
         k: int = 5,
         adaptive_k: bool = True,
+        batch_invariant: bool = False,
         trace: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -113,6 +117,7 @@ class LLM:
             raise RequestError(f"max_model_len={max_model_len}: the model has {words}")
         check_k(k)
         check_bool("adaptive_k", adaptive_k)
+        check_bool("batch_invariant", batch_invariant)
         drafter = drafter_for(speculate, model)
         if drafter is not None:
             _check_choice("policy", policy, ("continuous",), " where there are drafts")
@@ -130,16 +135,22 @@ class LLM:
         host = (num_blocks if host_blocks is None else host_blocks) * (preemption == "swap")
         check_memory(models, num_blocks, host, block_size)
         self._kv = PagedKV(
-            model.config, num_blocks, block_size, model.dtype, model.device, host, prefix_cache
+            *(model.config, num_blocks, block_size, model.dtype, model.device, host, prefix_cache),
+            apart=batch_invariant,
         )
 
         def recorded(its: Model, kv: PagedKV) -> RecordedDecodes | None:
+            if batch_invariant and not has_own_bits(its):  # a step has many rows, a pass one
+                if graphs is True:
+                    right = "expected graphs=None: with batch_invariant each token has its own pass"
+                    raise RequestError(f"graphs=True: {right} where there is no native code")
+                return None
             rows = max_seqs if drafter is None else max(max_seqs, min(max_seqs * (1 + k), LARGEST))
             return self._recorded(graphs, its, kv, rows)
 
         self._drafting: Drafting | None = None
         if isinstance(drafter, ModelDrafter):
-            options = (k, adaptive_k, self._kv, recorded, self.max_model_len)
+            options = (k, adaptive_k, self._kv, recorded, self.max_model_len, batch_invariant)
             self._drafting = ModelDrafting(drafter, model, *options)
         elif drafter is not None:
             self._drafting = Drafting(drafter, model, k, adaptive_k)
@@ -153,7 +164,9 @@ class LLM:
             policy=policy,
             drafts=None if self._drafting is None else self._drafting.wanted,
         )
-        self._runner = Runner(model, self._kv, recorded(model, self._kv), self._drafting)
+        self._runner = Runner(
+            model, self._kv, recorded(model, self._kv), self._drafting, batch_invariant
+        )
         self._clock, self._orders, self._drafts = clock, count(), Speculation()
         self._requests: dict[str, Request] = {}
         self._ended: list[Request] = []  # without having been run
@@ -216,10 +229,10 @@ class LLM:
         it is interrupted, nothing is lost: the step is done again, or its outputs come with the
         next.
         """
-        self._run_once()
         told: list[RequestOutput] = []
         try:
-            with held_back():
+            with held_back() as hold:
+                self._run_once(hold)
                 told, self._held, self._news = self._held + self._news, [], []
             return told
         except BaseException:  # nobody has been told
@@ -228,20 +241,23 @@ class LLM:
 
     def _advance(self) -> list[RequestOutput]:
         """A step for one caller; what ended in it and is nobody's so far is held for `step`."""
-        self._run_once()
-        with held_back():
+        with held_back() as hold:
+            self._run_once(hold)
             news, self._news = self._news, []
             self._held += [o for o in news if o.finished and o.request_id not in self._watched]
             return news
 
-    def _run_once(self) -> None:
-        """Schedule, run, commit; who gained or ended is then among the news."""
-        with held_back():
-            self._drop_abandoned()
-            self._news += [self._close(one) for one in self._ended if one.finished is None]
-            self._ended.clear()
-            plan = self.scheduler.schedule()
-            self._runner.move(plan)
+    def _run_once(self, hold: Hold) -> None:
+        """Schedule, run, commit; who gained or ended is then among the news.
+
+        An interrupt waits for its end, but for one that comes in the pass: the step is then planned
+        anew.
+        """
+        self._drop_abandoned()
+        self._news += [self._close(one) for one in self._ended if one.finished is None]
+        self._ended.clear()
+        plan = self.scheduler.schedule()
+        self._runner.move(plan)
         if not plan.chunks:
             return
         now = self._clock()
@@ -250,14 +266,14 @@ class LLM:
                 chunk.sequence.request.scheduled = now
         if self.trace.maxlen:
             self.trace.append(plan)
-        outputs = self._runner.run(plan)  # broken off here, the step is planned anew
+        with hold.let_through():
+            outputs = self._runner.run(plan)
         now = self._clock()
-        with held_back():
-            self._note_rounds(plan, outputs)
-            take = partial(self._take, plan, outputs, now)
-            gained = self.scheduler.commit(plan, [output.ids for output in outputs], take)
-            self._tell(list(dict.fromkeys(one.sequence.request for one in gained)))
-            self._tell(self._advance_beams(plan, outputs, now))
+        self._note_rounds(plan, outputs)
+        take = partial(self._take, plan, outputs, now)
+        gained = self.scheduler.commit(plan, [output.ids for output in outputs], take)
+        self._tell(list(dict.fromkeys(one.sequence.request for one in gained)))
+        self._tell(self._advance_beams(plan, outputs, now))
 
     def _tell(self, requests: list[Request]) -> None:
         self._news += [self._close(r) if r.is_finished else self._output(r) for r in requests]

@@ -12,7 +12,7 @@ from spindle.serve.request import Request, Sequence
 Words = Callable[[Sequence], str]  # an answer's text so far, "" without a tokenizer
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Completion:
     """One of a request's answers, as far as it is; `finish_reason` is None until it has ended.
 
@@ -30,7 +30,7 @@ class Completion:
     stop_reason: int | str | None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Metrics:
     """When things happened to a request, in seconds of the engine's clock; None: not yet."""
 
@@ -44,7 +44,7 @@ class Metrics:
     speculation: Speculation | None = None  # of all its answers; None: no drafts are made
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RequestOutput:
     """A request as a whole, as far as it is."""
 
@@ -56,7 +56,7 @@ class RequestOutput:
     metrics: Metrics
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Delta:
     """What one step added to an answer."""
 

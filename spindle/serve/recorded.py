@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -95,9 +96,9 @@ class Row(NamedTuple):
         return Row(token, at, slot, at + 1, table)
 
 
-def _parts(index: Tensor, B: int) -> tuple[Tensor, Tensor]:
-    """An index of B rows: their four numbers, [4, B], and their tables, [B, width]."""
-    return index[: 4 * B].view(4, B), index[4 * B :].view(B, -1)
+def _parts(index: Any, B: int) -> tuple[Any, Any]:
+    """Views of an index of B rows: their four numbers, [4, B], and their tables, [B, width]."""
+    return index[: 4 * B].reshape(4, B), index[4 * B :].reshape(B, -1)
 
 
 class PagedStep:
@@ -120,8 +121,11 @@ class PagedStep:
         logits: Tensor | None = None,
     ) -> None:
         self.model, self.sampling = model, sampling
-        self.index = torch.zeros(B * (4 + width), dtype=torch.int64, device=model.device)
-        self._host, self._tables = self.index.cpu(), [list[int]()] * B  # what was told last
+        host = np.zeros(B * (4 + width), np.int64)  # quicker to write a few numbers to
+        self._host = torch.from_numpy(host)
+        self.index = self._host.to(model.device)  # on a CPU the same memory
+        self._numbers, self._tables = _parts(host, B)
+        self._told = [list[int]()] * B  # the tables, as they were told last
         columns, tables = _parts(self.index, B)
         self._ids, positions, slots, self._lengths = columns
         self._view = kv.decode(positions, slots, tables, self._lengths)
@@ -133,12 +137,11 @@ class PagedStep:
 
         Most tables are what they were: only the others are written, as a list is slow to copy.
         """
-        columns, tables = _parts(self._host, len(rows))
-        columns.copy_(torch.tensor([row[:4] for row in rows]).t())
+        self._numbers[:] = [*zip(*rows, strict=True)][:4]
         for n, row in enumerate(rows):
-            if row.table != self._tables[n]:
-                tables[n, : len(row.table)] = torch.tensor(row.table)
-                self._tables[n] = list(row.table)  # now, and not before: we may be broken off
+            if row.table != self._told[n]:
+                self._tables[n, : len(row.table)] = row.table
+                self._told[n] = list(row.table)  # now, and not before: we may be broken off
         self.index.copy_(self._host, non_blocking=True)
 
     def run(self) -> None:

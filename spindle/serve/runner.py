@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from spindle.decode.drafters import Draft
 from spindle.decode.logprobs import TokenLogprobs, logprob_table, token_logprobs
-from spindle.decode.sampling import sample
+from spindle.decode.sampling import SamplingRows, sample
 from spindle.decode.speculative import verified
-from spindle.kvcache.index import StepIndex
 from spindle.kvcache.paged import PagedKV
 from spindle.model.layers import Model
 from spindle.serve.drafting import Drafting, Drawn, Seconds
+from spindle.serve.passes import Passes
 from spindle.serve.recorded import Next, RecordedDecodes, sampling_rows
 from spindle.serve.request import Request
 from spindle.serve.scheduler import Chunk, Plan
@@ -48,8 +50,10 @@ class Runner:
         kv: PagedKV,
         recorded: RecordedDecodes | None = None,
         drafting: Drafting | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         self.model, self.kv, self.recorded, self.drafting = model, kv, recorded, drafting
+        self._passes = Passes(model, kv, batch_invariant)
         self.steps = self.replayed = 0
         self.seconds = Seconds()
 
@@ -90,17 +94,15 @@ class Runner:
         whole = single and own and len(rows) == sum(c.count for c in chunks)
         return whole and self.recorded.takes(len(rows))
 
-    def _pass(self, chunks: tuple[Chunk, ...]) -> torch.Tensor:
+    def _pass(self, chunks: tuple[Chunk, ...]) -> Tensor:
         """All tokens of the chunks through the model -> hidden [T, E]."""
-        device = self.model.device
-        index = StepIndex.of([(n, c.start, c.count) for n, c in enumerate(chunks)], device)
-        view = self.kv.view(index, [chunk.sequence.table for chunk in chunks])
+        spans = [(n, c.start, c.count) for n, c in enumerate(chunks)]
         ids = [i for c in chunks for i in c.ids]
-        return self.model(torch.tensor(ids, device=device), view)
+        return self._passes.hidden(ids, spans, [chunk.sequence.table for chunk in chunks])
 
     def _draw(
-        self, chunks: tuple[Chunk, ...], rows: list[Sampled], hidden: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, chunks: tuple[Chunk, ...], rows: list[Sampled], hidden: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Of the rows from which something follows, logits [R, V] and tokens [R].
 
         rows: (chunk, token), as many for a chunk as answers begin there, or one for each draft and
@@ -110,15 +112,13 @@ class Runner:
         ends = list(accumulate(chunk.count for chunk in chunks))
         fillers = [end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.filler]
         last = [*(ends[n] - 1 - chunks[n].drafts + token.drafts for n, token in rows), *fillers]
-        logits = self.model.logits(hidden[last])[: len(rows)]  # [R, V]
+        logits = self._passes.logits(hidden[last])[: len(rows)]  # [R, V]
         tokens = [token for _, token in rows]
         sampling = sampling_rows(self.model, tokens)
         position = torch.tensor([token.position for token in tokens], device=logits.device)
-        return logits, sample(logits, sampling, position)
+        return logits, torch.cat(self._passes.each(sample, logits, sampling, position))
 
-    def _judge(
-        self, logits: torch.Tensor, tokens: torch.Tensor, rows: list[Sampled], drawn: Drawn
-    ) -> torch.Tensor:
+    def _judge(self, logits: Tensor, tokens: Tensor, rows: list[Sampled], drawn: Drawn) -> Tensor:
         """The tokens [R], those where a draft was drawn as its acceptance rule has it."""
         which = [n for n, (_, token) in enumerate(rows) if token.sequence in drawn]
         its, at = [rows[n][1] for n in which], torch.tensor(which, device=logits.device)
@@ -126,7 +126,8 @@ class Runner:
         sampling = sampling_rows(self.model, its)
         draft = Draft.together(draft.behind() for draft in drawn.values())
         tokens = tokens.clone()
-        tokens[at] = verified(logits[at], sampling, position, draft)
+        judge = self._passes.each(_verified, logits[at], sampling, position, *draft)
+        tokens[at] = torch.cat(judge)
         return tokens
 
     def _give(
@@ -134,8 +135,8 @@ class Runner:
         outputs: list[Output],
         chunks: tuple[Chunk, ...],
         rows: list[Sampled],
-        logits: torch.Tensor,
-        tokens: torch.Tensor,
+        logits: Tensor,
+        tokens: Tensor,
     ) -> None:
         """Read the tokens, with what log-probabilities are asked for, into the outputs.
 
@@ -143,10 +144,13 @@ class Runner:
         """
         wanted = [_logprobs(chunks[n].sequence.request) for n, _ in rows]
         most = max((k for k in wanted if k is not None), default=None)
-        table = tokens[:, None, None] if most is None else logprob_table(logits, tokens, most)
+        table = tokens[:, None, None]
+        if most is not None:
+            of_rows = partial(logprob_table, k=most)
+            table = torch.cat(self._passes.each(of_rows, logits, tokens))
         for (n, its), k, row in zip(rows, wanted, table.tolist(), strict=True):
-            token, request = int(row[0][0]), chunks[n].sequence.request
-            if outputs[n].ids != its.sequence.drafts[: its.drafts] and its.drafts:
+            token, request = int(row[0][0]), its.sequence.request
+            if its.drafts and outputs[n].ids != its.sequence.drafts[: its.drafts]:
                 continue
             if request.beam is not None and token >= 0:
                 its = row[1 : request.beam.considered + 1]
@@ -154,6 +158,12 @@ class Runner:
                 continue
             outputs[n].ids.append(token)
             outputs[n].logprobs.append(None if k is None else token_logprobs(row[: k + 1]))
+
+
+def _verified(
+    logits: Tensor, rows: SamplingRows, position: Tensor, ids: Tensor, probs: Tensor | None
+) -> Tensor:
+    return verified(logits, rows, position, Draft(ids, probs))
 
 
 def _logprobs(request: Request) -> int | None:

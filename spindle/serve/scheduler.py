@@ -276,12 +276,13 @@ class Scheduler:
     def _reserve(self, group: list[Sequence], counts: list[int], draft: _Draft) -> bool:
         """Plan so many tokens of each; false, and nothing has changed, if blocks are missing."""
         pairs = [(one, count) for one, count in zip(group, counts, strict=True) if count]
-        spans = [(one.table, one.stored, one.stored + count) for one, count in pairs]
-        if len(spans) > 1 and needed(spans) > self.pool.free:
-            return False
+        if len(pairs) > 1:
+            spans = [(one.table, one.stored, one.stored + count) for one, count in pairs]
+            if needed(spans) > self.pool.free:
+                return False
         try:
-            for table, start, stop in spans:
-                draft.copies += table.reserve(start, stop)
+            for one, count in pairs:
+                draft.copies += one.table.reserve(one.stored, one.stored + count)
         except OutOfBlocks:
             return False
         for one, count in pairs:
@@ -469,11 +470,12 @@ def _counts(group: list[Sequence], budget: int) -> list[int]:
 
     The last tokens of a beam's sequences go in one step, once all that is before them is stored.
     """
-    if all(one.pending == 1 for one in group):
-        return [1] * len(group)
+    pending = [one.pending for one in group]
+    if max(pending) == 1:
+        return pending
     counts = []
-    for one in group:
-        counts.append(min(one.pending - (len(group) > 1), budget))
+    for tokens in pending:
+        counts.append(min(tokens - (len(group) > 1), budget))
         budget -= counts[-1]
     return counts
 

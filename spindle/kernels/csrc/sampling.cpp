@@ -1,10 +1,10 @@
 // A token for each row of logits, on a CPU. Plain torch, in decode/sampling.py, says which one;
 // here the same ids come about in fewer steps, or it is said of a row that we cannot tell.
 //
-// A row is read once for its largest logit, and for the peak of each block of 64 tokens, its
-// largest there: of a greedy row that is all. Of a sampled one scaled logits and weights are
-// made, in blocks that can have any weight alone. At least K tokens are not below the K-th
-// largest of the peaks, so all that top-k leaves is in the blocks whose peaks are not below it.
+// A row is read once for its largest logit: of a greedy one that is all. Of a sampled one the peak
+// of each block of 64 tokens, its largest there, is kept; then scaled logits and weights are made,
+// in blocks that can have any weight alone. At least K tokens are not below the K-th largest of the
+// peaks, so all that top-k leaves is in the blocks whose peaks are not below it.
 // What top-k and top-p leave are the likeliest tokens up to some last one: a line is drawn with
 // enough of them above it, one with too few, and the last one is selected of what is between.
 // Nothing is sorted.
@@ -39,10 +39,11 @@
 namespace {
 
 constexpr int64_t BLOCK = 64;
+constexpr int64_t WIDE = 2048;      // a block where nobody asks for the peaks
 constexpr float NOTHING = -88.0f;   // scaled logits below it have no weight
 constexpr int64_t LIKELY = 256;     // a nucleus is looked for in as many tokens at first
 constexpr int64_t FEW = 512;        // as many, at most, are selected from
-constexpr int64_t ALONE = 1 << 19;  // as many logits one thread has read before a second is awake
+constexpr int64_t ALONE = 1 << 18;  // as many logits one thread has read before a second is awake
 constexpr int64_t READS = 4;        // of a greedy row, that are as long as to sample one
 // How near to each other, in parts of the whole, two numbers are that decide nothing:
 constexpr double SLACK = 0x1p-20;              // our weights
@@ -84,28 +85,28 @@ inline bool any(const I& lanes) { return folded<int32_t>(lanes, std::bit_or<int3
 
 // --- the largest logit ---------------------------------------------------------------------------
 
-inline int64_t blocks_of(int64_t V) { return (V + BLOCK - 1) / BLOCK; }
+inline int64_t blocks_of(int64_t V, int64_t size = BLOCK) { return (V + size - 1) / size; }
 
 struct Peak {
   float logit;
   int64_t token;  // the first that has it; BROKEN if the row is no distribution
 };
 
-// Of a row of logits [V]; peaks [V / 64] become the largest of each block.
-Peak peak_of(const float* logits, int64_t V, float* peaks) {
+// Of a row of logits [V]; peaks [V / size] become the largest of each block of that size.
+Peak peak_of(const float* logits, int64_t V, float* peaks, int64_t size) {
   I bad = {};  // where a number is NaN or +inf
-  for (int64_t v = 0; v < V; v += BLOCK) {
+  for (int64_t v = 0; v < V; v += size) {
     F most = F{} - INFINITY;
-    for (int64_t i = v; i < std::min(v + BLOCK, V); i += LANES) {
+    for (int64_t i = v; i < std::min(v + size, V); i += LANES) {
       const F x = load(logits, i, V, -INFINITY);
       bad |= ~(x <= FLT_MAX);
       most = x > most ? x : most;
     }
-    peaks[v / BLOCK] = largest(most);
+    peaks[v / size] = largest(most);
   }
-  const float* block = std::max_element(peaks, peaks + blocks_of(V));
+  const float* block = std::max_element(peaks, peaks + blocks_of(V, size));
   if (any(bad) || *block == -INFINITY) return {*block, BROKEN};
-  return {*block, std::find(logits + (block - peaks) * BLOCK, logits + V, *block) - logits};
+  return {*block, std::find(logits + (block - peaks) * size, logits + V, *block) - logits};
 }
 
 // --- a sampled row -------------------------------------------------------------------------------
@@ -323,11 +324,12 @@ extern "C" int64_t spindle_sample(const float* logits, const float* raw, const f
 #pragma omp parallel for num_threads(threads) schedule(dynamic) reduction(+ : unsettled) \
     if (R * V * (u == nullptr ? 1 : READS) > ALONE)
   for (int64_t r = 0; r < R; ++r) {
+    const bool greedy = u == nullptr || temperature[r] == 0;
     std::vector<float> peaks(blocks_of(V));
-    const bool sound = raw == nullptr || peak_of(raw + r * V, V, peaks.data()).token != BROKEN;
-    const Peak peak = peak_of(logits + r * V, V, peaks.data());
+    const bool sound = raw == nullptr || peak_of(raw + r * V, V, peaks.data(), WIDE).token != BROKEN;
+    const Peak peak = peak_of(logits + r * V, V, peaks.data(), greedy ? WIDE : BLOCK);
     tokens[r] = sound ? peak.token : BROKEN;
-    if (tokens[r] == BROKEN || u == nullptr || temperature[r] == 0) continue;
+    if (tokens[r] == BROKEN || greedy) continue;
     Row row(logits + r * V, peaks.data(), V, peak.logit, temperature[r]);
     const float* weights = given == nullptr ? nullptr : given + r * V;
     const int64_t token = row.drawn(weights, top_k[r], top_p[r], min_p[r], u[r]);
