@@ -159,3 +159,13 @@ def test_what_it_is_given_is_checked():
     llm = LLM(model, batch_invariant=True, graphs=graphs.recording)
     assert llm.generate([[1]], SamplingParams(max_tokens=3))[0].finished
     assert llm.stats["replayed"] == 0
+
+
+def test_two_orders_of_a_sum_are_no_further_apart_than_their_roundings():
+    """Higham 2002, section 4.2: each is within n u of the sum of the products' sizes."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(n, 512, generator=generator) for n in (8, 300))
+    together, alone = x @ w.T, torch.cat([row @ w.T for row in x.split(1)])
+    sizes = x.double().abs() @ w.double().abs().T
+    gap = (together.double() - alone.double()).abs()
+    assert (gap <= 2 * 512 * 2.0**-24 * sizes).all()
