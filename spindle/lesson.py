@@ -767,3 +767,29 @@ def drafts_that_pay(a: float, v: Sequence[float | None], c: float) -> int:
 def users_that_gain(knee: float, tokens: float, k: int) -> float:
     """float, the users up to whom k drafts each, which make `tokens` tokens, are no loss."""
     return knee * tokens / (k + 1)
+
+
+@check.exercise(
+    "18",
+    inputs=[
+        ([1, 1, 1], 3, 4, 10),
+        ([5, 1, 1, 1], 8, 4, 10),
+        ([5, 6, 6, 6], 14, 4, 10),
+        ([64, 64, 16], 144, 4, 10),
+        ([64, 8, 1], 60, 4, 10),
+        ([1, 2, 8], 9, 1, 10),
+        ([1, 40, 206], 247, 2, 412),
+    ],
+)
+def wanted_share(passes: Sequence[int], wanted: int, number_bytes: int, knee: float) -> float:
+    """float, `wanted` over all places of passes of so many rows, with weights of so many bytes."""
+    return wanted / sum(max(rows, knee * number_bytes / 4) for rows in passes)
+
+
+@check.exercise(
+    "18",
+    inputs=[(3, 10, 0), (3, 10, 2), (3, 10, 5), (1, 10, 0), (1, 10, 5), (2.5, 206, 3), (0.5, 9, 1)],
+)
+def most_seats(gap_ticks: float, knee: float, k: int) -> int:
+    """int, the most users whose steps, with k drafts each, take `gap_ticks` ticks or less."""
+    return int(gap_ticks * knee // (k + 1)) if gap_ticks >= 1 else 0

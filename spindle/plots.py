@@ -144,15 +144,16 @@ def roofline_dots(
     title: str,
     recorded: Sequence[tuple[str, float, float]] = (),
     max_rows: int = 64,
+    unit: str = "second",
 ) -> Figure:
     """The book's map: tokens a second against rows in a pass, both bounds, and measured dots.
 
     `dots` are (label, rows, tokens a second) of the reader's run, `recorded` those of another
     machine or day, drawn grey; a dot with an empty label stands without words. The bounds are
-    `machine`'s, and are drawn first.
+    `machine`'s, and are drawn first. unit: what the speeds are per, where it is not a second.
     """
-    fig, ax = figure(8, 5, title, "rows in a pass", "tokens a second")
-    _bounds(ax, machine, max_rows)
+    fig, ax = figure(8, 5, title, "rows in a pass", f"tokens a {unit}")
+    _bounds(ax, machine, max_rows, unit)
     _dots(ax, recorded, COLOURS["recorded"], max_rows)
     _dots(ax, dots, COLOURS["measured"], max_rows)
     ax.set_xscale("log", base=2)
@@ -164,7 +165,7 @@ def roofline_dots(
     return fig
 
 
-def _bounds(ax: Axes, machine: Machine, max_rows: int) -> None:
+def _bounds(ax: Axes, machine: Machine, max_rows: int, unit: str) -> None:
     knee, top = machine.knee(), machine.compute_bound()
     ends = [0.85, max_rows * 1.1]
     ax.plot(
@@ -173,10 +174,11 @@ def _bounds(ax: Axes, machine: Machine, max_rows: int) -> None:
     ax.plot(ends, [top, top], "--", color=COLOURS["compute"], lw=1)
     roof = [min(machine.memory_bound(rows), top) for rows in (ends[0], knee, ends[1])]
     ax.plot([ends[0], knee, ends[1]], roof, color=COLOURS["ink"], lw=2.5, label="bound")
-    note = f"memory: {_short(machine.memory_bound(1))} passes a second"
+    speed = machine.memory_bound(1)
+    note = f"memory: {_short(speed)} {'pass' if speed == 1 else 'passes'} a {unit}"
     above = machine.memory_bound(knee**0.75)  # over the slope, where no dot can be
     _note(ax, note, 1, above, COLOURS["memory"], (0, 0), va="center")
-    _note(ax, f"arithmetic: {_short(top)} tokens a second", 1, top, COLOURS["compute"], (0, 6))
+    _note(ax, f"arithmetic: {_short(top)} tokens a {unit}", 1, top, COLOURS["compute"], (0, 6))
     ax.axvline(knee, color=COLOURS["faint"], lw=1, zorder=0)
     _note(ax, f"knee: {knee:.3g} rows", knee, top, COLOURS["ink"], (6, -6), va="top")
     ax.text(

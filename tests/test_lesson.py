@@ -770,3 +770,34 @@ def test_the_exercises_of_17_refuse_the_most_tokens_and_free_rows(capsys):
     for wrong in wrongs:
         said = verdict(check.users_that_gain, wrong, capsys)
         assert said.startswith("not yet: users_that_gain("), said
+
+
+def test_the_exercises_of_18_refuse_rows_for_places_and_seats_for_rows(capsys):
+    def share(places):
+        return lambda passes, wanted, b, knee: wanted / sum(places(n, b, knee) for n in passes)
+
+    right = share(lambda n, b, knee: max(n, knee * b / 4))
+    assert verdict(check.wanted_share, right, capsys).startswith("yes: ")
+    wrongs = (
+        share(lambda n, b, knee: n),  # rows, and no empty places
+        share(lambda n, b, knee: knee),  # every pass a tick
+        share(lambda n, b, knee: max(n, knee)),  # weights of four bytes
+        share(lambda n, b, knee: max(n, knee * 4 / b)),  # the wrong way round
+        share(lambda n, b, knee: n + knee * b / 4),  # both bills
+        lambda passes, wanted, b, knee: sum(passes) / sum(max(n, knee * b / 4) for n in passes),
+    )
+    for wrong in wrongs:
+        said = verdict(check.wanted_share, wrong, capsys)
+        assert said.startswith("not yet: wanted_share("), said
+
+    wrongs = (
+        lambda gap, knee, k: int(gap * knee),  # drafts are free
+        lambda gap, knee, k: int(gap * knee // max(k, 1)),  # a row too few each
+        lambda gap, knee, k: int(knee // (k + 1)),  # a tick at most
+        lambda gap, knee, k: -int(-gap * knee // (k + 1)),  # one too many
+        lambda gap, knee, k: gap * knee / (k + 1),
+        lambda gap, knee, k: int(gap * knee // (k + 1)),  # less than a tick
+    )
+    for wrong in wrongs:
+        said = verdict(check.most_seats, wrong, capsys)
+        assert said.startswith("not yet: most_seats("), said

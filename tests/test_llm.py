@@ -12,6 +12,7 @@ import pytest
 import shapes
 import torch
 from asked import requests_by_lot
+from clocks import HandClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -687,3 +688,61 @@ def test_64_mixed_prompts_in_a_third_of_their_need_are_each_what_it_is_alone():
     for n, output in enumerate(outputs):
         solo = list(engine.stream_with(ids[n], params[n]))
         assert output.outputs[0].token_ids == solo, n
+
+
+def test_arrival_is_when_it_was_added_however_long_it_waits():
+    """B98: of two who come together, the one who waits for the seat has been there as long."""
+    clock = HandClock()
+    llm = engine(max_seqs=1, clock=clock)
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    names, ended = [llm.add([n], params) for n in (1, 2)], {}
+    while llm.has_unfinished:
+        clock.now += 1
+        ended |= {out.request_id: out.metrics for out in llm.step() if out.finished}
+    times = [(ended[n].arrival, ended[n].scheduled, ended[n].first_token) for n in names]
+    assert times == [(0, 1, 1), (0, 5, 5)]
+
+
+# --- threads -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["step", "generate", "add", "abort", "stream", "next", "close"])
+def test_a_second_thread_is_refused_at_once_and_the_first_is_not_hurt(call):
+    """While one is in the middle of a step another may do nothing; afterwards it may."""
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    expected = alone(MODELS["llama"], [1, 2], params)
+    llm = engine()
+    stream = llm.stream([5], params)
+    calls = {
+        "step": llm.step,
+        "generate": lambda: llm.generate([3], params),
+        "add": lambda: llm.add([3], params),
+        "abort": lambda: llm.abort("request-0"),
+        "stream": lambda: llm.stream([3], params),
+        "next": lambda: next(stream),
+        "close": stream.close,
+    }
+    run, refused = llm._runner.run, []
+
+    def intrude():
+        with pytest.raises(RequestError, match="at work for another thread; expected one thread"):
+            calls[call]()
+        refused.append(call)
+
+    def watched(plan):
+        worker = threading.Thread(target=intrude)
+        worker.start()
+        worker.join()
+        return run(plan)
+
+    llm._runner.run = watched
+    assert llm.generate([1, 2], params)[0].outputs[0].token_ids == expected
+    assert set(refused) == {call}
+    llm._runner.run = run
+    worker = threading.Thread(target=calls[call])
+    worker.start()
+    worker.join()
+    stream.close()
+    while llm.has_unfinished:
+        llm.step()
+    assert llm.stats["blocks_held"] == 0

@@ -89,6 +89,13 @@ def test_the_map_says_its_claim_axes_bounds_and_dots_in_words():
     assert fig.axes[0].get_legend() is None
 
 
+def test_the_map_may_have_another_unit_than_the_second():
+    ticks = plots.Machine("on paper", 1, 1, 1, 10)
+    words = set(said(plots.roofline_dots([("a", 1, 1.0)], ticks, "A claim", unit="tick")))
+    assert {"tokens a tick", "memory: 1 pass a tick", "arithmetic: 10 tokens a tick"} <= words
+    assert not any("second" in text for text in words)
+
+
 def test_no_dot_falls_off_the_map():
     fig = plots.roofline_dots([("slow", 1, 0.5), ("fast", 64, 2_000.0)], MACHINE, "A claim")
     low, high = fig.axes[0].get_ylim()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from spindle.serve.outputs import Delta, RequestOutput
+from spindle.serve.threads import OneThread, by_one_thread
 
 if TYPE_CHECKING:
     from spindle.serve.llm import LLM
@@ -20,6 +21,12 @@ class DeltaStream(Iterator[Delta]):
         self._ready: deque[Delta] = deque()
         self._seen: dict[int, tuple[int, int, bool]] = {}
 
+    @property
+    def one_thread(self) -> OneThread:
+        """Whom the engine lets in."""
+        return self._llm.one_thread
+
+    @by_one_thread
     def __next__(self) -> Delta:
         watched = self._llm._watched
         while not self._ready:
@@ -46,6 +53,7 @@ class DeltaStream(Iterator[Delta]):
         if self._open:  # not aborted here: this may be in the middle of anything
             self._llm._abandoned.append(self._name)
 
+    @by_one_thread
     def close(self) -> None:
         """Abort the request, if it has not ended."""
         if self._open:

@@ -45,6 +45,7 @@ from spindle.serve.request import Request, Sequence
 from spindle.serve.room import check_memory, default_blocks
 from spindle.serve.runner import Output, Runner
 from spindle.serve.scheduler import Gain, Plan, Scheduler
+from spindle.serve.threads import OneThread, by_one_thread
 from spindle.tokenizer import Tokenizer
 
 Prompt = str | Many[int]
@@ -64,7 +65,7 @@ class LLM:
     batch_invariant: a request gets the same bits whatever runs beside it, in float32 too; without
     native code each token then has a pass of its own, which is slow.
     trace: keep the last N plans. Raises RequestError for what cannot be. An LLM is for one thread
-    at a time: whoever shares it among several holds a lock.
+    at a time, and refuses a second: whoever shares it among several holds a lock.
     """
 
     def __init__(
@@ -167,6 +168,7 @@ class LLM:
         self._runner = Runner(
             model, self._kv, recorded(model, self._kv), self._drafting, batch_invariant
         )
+        self.one_thread = OneThread()
         self._clock, self._orders, self._drafts = clock, count(), Speculation()
         self._requests: dict[str, Request] = {}
         self._ended: list[Request] = []  # without having been run
@@ -183,6 +185,7 @@ class LLM:
         self._drop_abandoned()
         return bool(self._ended or self._held or self._news) or self.scheduler.has_unfinished
 
+    @by_one_thread
     def add(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
     ) -> str:
@@ -210,6 +213,7 @@ class LLM:
                 self._ended.append(request)
             return request.id
 
+    @by_one_thread
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request where it is, with reason "abort", and give back what it holds.
 
@@ -222,6 +226,7 @@ class LLM:
             self._end_all(request, "abort")
             return self._close(request)
 
+    @by_one_thread
     def step(self) -> list[RequestOutput]:
         """Run the model once; returns the requests that gained tokens or ended, each as a whole.
 
@@ -239,6 +244,7 @@ class LLM:
             self._news = told + self._news
             raise
 
+    @by_one_thread
     def _advance(self) -> list[RequestOutput]:
         """A step for one caller; what ended in it and is nobody's so far is held for `step`."""
         with held_back() as hold:
@@ -285,6 +291,7 @@ class LLM:
             self.abort(name)
             self._watched.pop(name, None)
 
+    @by_one_thread
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> DeltaStream:
         """The answer to one prompt as it comes, beside whatever else is unfinished here.
 
@@ -306,6 +313,7 @@ class LLM:
             raise
         return stream
 
+    @by_one_thread
     def generate(
         self,
         prompts: Prompt | Many[Prompt],
@@ -325,6 +333,7 @@ class LLM:
             raise RequestError(f"{len(each)} params for {len(many)} prompts: expected one each")
         return self._run_to_the_end(lambda names: self._add_all(many, each, names), progress)
 
+    @by_one_thread
     def chat(
         self,
         messages: Many[Mapping[str, Any]] | Many[Many[Mapping[str, Any]]],
@@ -337,6 +346,7 @@ class LLM:
         talks: Any = [messages] if one else messages
         return self.generate([self.tokenizer.encode_chat(talk) for talk in talks], params)
 
+    @by_one_thread
     def beam_search(
         self,
         prompt: Prompt,
