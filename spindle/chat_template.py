@@ -8,24 +8,27 @@ sees the messages and prints the text. What is printed here equals transformers'
 The program comes with the model, from whoever made that. It runs in Jinja's immutable sandbox: no
 file, no import, no attribute with an underscore in front, no change to what it was given, and what
 it was given is a copy in plain JSON types. `range` ends at 100,000 steps and a recursion at
-Python's limit. Nothing else bounds the time and memory that a template takes.
+Python's limit; all else that takes time or memory is counted, and ends (`sandbox`).
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from spindle.errors import RequestError, TokenizerError
+from spindle.errors import RequestError, TokenizerError, brief
+from spindle.paths import why_no_file
 
 if TYPE_CHECKING:  # jinja2 takes 40 ms to import: only who renders waits for it
     import jinja2
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    from spindle.sandbox import MeteredEnvironment
 
 DEFAULT, WITH_TOOLS = "default", "tool_use"  # names that transformers gives templates
 SPECIAL_TOKENS = tuple(f"{name}_token" for name in "bos eos unk sep pad cls mask".split())
@@ -177,38 +180,51 @@ def _plain(value: Any, where: str) -> Any:
 def _rendered(template: jinja2.Template, given: dict[str, Any], where: str) -> str:
     from jinja2.exceptions import SecurityError
 
+    from spindle.sandbox import metered
+
     try:
-        return template.render(given)
+        with metered(given):
+            return template.render(given)
     except RequestError:  # the template's own raise_exception
         raise
     except SecurityError as error:
-        raise TokenizerError(f"{where}: it asks for what no template may do: {error}") from error
+        said = brief(error)
+        raise TokenizerError(f"{where}: it asks for what no template may do: {said}") from error
     except Exception as error:  # a template is a program: whatever a program may raise
         kind = "" if type(error).__name__ == "UndefinedError" else f"{type(error).__name__}: "
-        raise RequestError(f"{where} cannot render these messages: {kind}{error}") from error
+        said = f"{kind}{brief(error)}"
+        raise RequestError(f"{where} cannot render these messages: {said}") from error
 
 
 @functools.lru_cache(maxsize=32)
 def _compiled(source: str, where: str) -> jinja2.Template:
     from jinja2.exceptions import TemplateSyntaxError
 
+    from spindle.sandbox import SOURCE_LENGTH
+
+    if len(source) > SOURCE_LENGTH:
+        raise TokenizerError(
+            f"{where}: it has {len(source)} characters; expected at most {SOURCE_LENGTH}"
+        )
     try:
         return _environment().from_string(source)
     except TemplateSyntaxError as error:
-        raise TokenizerError(f"{where}, line {error.lineno}: {error.message}") from error
+        said = brief(error.message)
+        raise TokenizerError(f"{where}, line {error.lineno}: {said}") from error
     except Exception as error:  # such as nesting that Python's own compiler refuses
-        raise TokenizerError(f"{where}: {type(error).__name__}: {error}") from error
+        raise TokenizerError(f"{where}: {type(error).__name__}: {brief(error)}") from error
 
 
 @functools.cache
-def _environment() -> ImmutableSandboxedEnvironment:
+def _environment() -> MeteredEnvironment:
     """Jinja as templates for transformers expect it; the same settings, the same names."""
     import jinja2
     from jinja2 import nodes
     from jinja2.exceptions import SecurityError
     from jinja2.ext import Extension
     from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    from spindle.sandbox import METER, MeteredEnvironment
 
     class Generation(Extension):
         """{% generation %}: marks what an assistant said, for training; prints what is inside."""
@@ -230,16 +246,16 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
         def __setitem__(self, name: str, value: Any) -> None:
             _refuse_underscore(name)
-            super().__setitem__(name, value)
+            super().__setitem__(name, METER.get().made(value))
 
     def _refuse_underscore(name: str) -> None:
         if isinstance(name, str) and name.startswith("_"):
             raise SecurityError(f"a namespace stores no name with an underscore first: {name!r}")
 
-    environment = ImmutableSandboxedEnvironment(
+    environment = MeteredEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = _tojson
+    environment.add_filter("tojson", _tojson)
     environment.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": _strftime_now,
@@ -249,10 +265,12 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _raise_exception(message: object) -> NoReturn:
-    raise RequestError(f"the chat template refuses these messages: {message}")
+    raise RequestError(f"the chat template refuses these messages: {brief(message)}")
 
 
 def _strftime_now(layout: str) -> str:
+    if isinstance(layout, str) and len(layout) > 1000:  # C's tries ever larger buffers
+        raise RequestError(f"strftime_now: a layout of {len(layout)} characters; expected a date's")
     return datetime.now().strftime(layout)
 
 
@@ -276,7 +294,7 @@ def _sources(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     """Templates by name: from *.jinja files if there are any, else from what the JSON files say."""
     own = folder / "chat_template.jinja"
     named = sorted((folder / "additional_chat_templates").glob("*.jinja"))
-    files = ({DEFAULT: own} if own.is_file() else {}) | {file.stem: file for file in named}
+    files = ({DEFAULT: own} if os.path.lexists(own) else {}) | {file.stem: file for file in named}
     if files:
         return {name: _read_text(file) for name, file in files.items()}
     for path in (folder / "tokenizer_config.json", folder / "chat_template.json"):
@@ -315,21 +333,23 @@ def _content(token: Any) -> Any:
     return token.get("content") if isinstance(token, dict) else token
 
 
-def _read_text(path: Path) -> str:
+def _read_text(path: Path, what: str = "text") -> str:
     try:
+        if why := why_no_file(path):
+            raise OSError(why)
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise TokenizerError(f"{path}: expected text in UTF-8: {error}") from error
+        raise TokenizerError(f"{path}: expected {what} in UTF-8: {brief(error)}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a file of a tokenizer; empty where there is no file. TokenizerError: else."""
-    if not path.is_file():
+    if not os.path.lexists(path):
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path}: expected a JSON object in UTF-8: {error}") from error
+        content = json.loads(_read_text(path, "a JSON object"))
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"{path}: expected a JSON object in UTF-8: {brief(error)}") from error
     if not isinstance(content, dict):
         raise TokenizerError(f"{path}: expected a JSON object, got {type(content).__name__}")
     return content

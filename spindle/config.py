@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spindle.errors import CheckpointError, ConfigError
+from spindle.errors import CheckpointError, ConfigError, brief, shown
+from spindle.paths import why_no_file
 
 # The names of transformers' table that are functions of one number, without weights of their own.
 ACTIVATIONS = (
@@ -39,6 +41,9 @@ NEUTRAL: dict[str, object] = {
     "pruned_heads": {},
     "transformers_weights": None,  # another file to take the weights from
 }
+
+MOST = 2**31 - 1  # of anything that is counted: its products with another fit in 64 bits
+ID_LIMIT = 2**32  # the tokenizers library counts ids in 32 bits
 
 FULL_ATTENTION = ("full_attention", "attention")  # the second as transformers 4 had it
 
@@ -143,7 +148,7 @@ class ModelConfig:
         path = Path(directory) / "config.json"
         raw = read_json(path)
         generation = Path(directory) / "generation_config.json"
-        if generation.exists():
+        if os.path.lexists(generation):
             stated = {k: v for k, v in read_json(generation).items() if v is not None}
             for key in ("eos_token_id", "bos_token_id"):
                 raw[key] = stated.get(key, raw.get(key))
@@ -152,12 +157,14 @@ class ModelConfig:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; a CheckpointError that names the file if there is none."""
+    if not os.path.lexists(path):
+        raise CheckpointError(f"{path}: not found; a checkpoint directory has one")
     try:
+        if why := why_no_file(path):
+            raise OSError(why)
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: not found; a checkpoint directory has one") from None
     except (OSError, ValueError, RecursionError) as cause:
-        raise CheckpointError(f"{path}: not readable as JSON ({cause})") from None
+        raise CheckpointError(f"{path}: not readable as JSON ({brief(cause)})") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: holds a {type(content).__name__}, expected a JSON object")
     return content
@@ -170,12 +177,12 @@ class _Reader:
         self.raw, self.source = raw, source
 
     def refuse(self, key: str, got: object, right: str) -> None:
-        raise ConfigError(f"{self.source}: {key} is {got!r}; expected {right}")
+        raise ConfigError(f"{self.source}: {brief(key)} is {shown(got)}; expected {right}")
 
     def whole(self, key: str, default: int | None = None) -> int:
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            self.refuse(key, value, "a whole number of 1 or more")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
+            self.refuse(key, value, f"a whole number from 1 to {MOST}")
         return int(value)
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -217,8 +224,8 @@ class _Reader:
     def ids(self, key: str) -> tuple[int, ...]:
         value = self.raw.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
-        if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-            self.refuse(key, value, "an id, a list of ids, or null")
+        if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < ID_LIMIT for i in ids):
+            self.refuse(key, value, f"an id from 0 to {ID_LIMIT - 1}, a list of ids, or null")
         return tuple(ids)
 
     def full_attention(self, layers: int, positions: int, window: object) -> None:

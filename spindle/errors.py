@@ -64,3 +64,10 @@ def shown(value: object) -> str:
     except Exception:  # an integer of thousands of digits, an object that will not be printed
         text = ""
     return text if 0 < len(text) <= 200 else f"a {type(value).__name__}"
+
+
+def brief(words: object) -> str:
+    """Words out of a file or a library, for a message: 300 characters, all fit for a terminal."""
+    text = str(words)
+    cut = text if len(text) <= 300 else f"{text[:300]}..."
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)

@@ -20,9 +20,9 @@ import gguf
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from spindle.errors import CheckpointError
-
-Metadata = dict[str, Any]
+from spindle.config import MOST, ModelConfig
+from spindle.errors import CheckpointError, brief, shown
+from spindle.gguf_file import Metadata, StoredTensor, read
 
 WHOLE_MODEL = {
     "token_embd": "model.embed_tokens",
@@ -65,6 +65,53 @@ CONVERTED = {
 CONTROL_TOKEN, USER_TOKEN = 3, 4
 
 
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) and 0 < value < 1e300
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+def _are_ids(value: object) -> bool:
+    return isinstance(value, list) and all(_is_id(one) for one in value)
+
+
+# What a key must be where it stands, and that in words.
+COUNT, NUMBER = (_is_count, f"a whole number from 1 to {MOST}"), (_is_number, "a float above 0")
+TEXTS = (_are_texts, "a list of texts")
+EXPECTED: dict[str, tuple[Callable[[object], bool], str]] = {
+    "llama.attention.head_count": COUNT,
+    "llama.attention.head_count_kv": COUNT,
+    "llama.attention.key_length": COUNT,
+    "llama.attention.layer_norm_rms_epsilon": NUMBER,
+    "llama.block_count": COUNT,
+    "llama.context_length": COUNT,
+    "llama.embedding_length": COUNT,
+    "llama.feed_forward_length": COUNT,
+    "llama.rope.dimension_count": COUNT,
+    "llama.rope.freq_base": NUMBER,
+    "llama.vocab_size": COUNT,
+    "tokenizer.chat_template": (_is_text, "a text"),
+    "tokenizer.ggml.merges": TEXTS,
+    "tokenizer.ggml.token_type": (_are_ids, "a list of whole numbers"),
+    "tokenizer.ggml.tokens": TEXTS,
+}
+SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+
+
 def convert(
     file: Path, directory: Path, on_bytes: Callable[[int], object] = lambda size_bytes: None
 ) -> None:
@@ -79,42 +126,58 @@ def convert(
     check_convertible(metadata, file)
     names = {tensor.name: hugging_face_name(tensor.name, file) for tensor in tensors}
     check_complete(set(names), metadata, file)
+    check_tensors(tensors, metadata, file)
     documents = {
         "config.json": model_config(metadata, tied="output.weight" not in names),
         "generation_config.json": special_ids(metadata),
-        "tokenizer.json": json.loads(tokenizer(metadata).to_str()),
+        "tokenizer.json": json.loads(checked_tokenizer(metadata, file).to_str()),
         "tokenizer_config.json": tokenizer_config(metadata),
     }
+    ModelConfig.from_dict(documents["config.json"], f"{file}, as a config.json")
     for name, document in documents.items():
         text = json.dumps(document, indent=2, ensure_ascii=False)
         on_bytes((directory / name).write_bytes(f"{text}\n".encode()))
-    shapes = {names[tensor.name]: row_major_shape(tensor) for tensor in tensors}
+    shapes = {names[tensor.name]: tensor.shape for tensor in tensors}
     values = (values_of(tensor, metadata) for tensor in tensors)
     write_safetensors(directory / "model.safetensors", shapes, values, on_bytes)
-
-
-def read(file: Path) -> tuple[Metadata, list[gguf.ReaderTensor]]:
-    """The metadata and the tensors of a GGUF file; the tensors stay memory-mapped."""
-    try:
-        reader = gguf.GGUFReader(file)
-    except (ValueError, IndexError, KeyError) as error:
-        raise CheckpointError(f"{file} is not a GGUF file that can be read: {error}") from error
-    return {key: field.contents() for key, field in reader.fields.items()}, reader.tensors
 
 
 def check_convertible(metadata: Metadata, file: Path) -> None:
     """Refuse, by the name of the key, every file whose conversion would be wrong."""
     for key, known in CONVERTED.items():
         if (value := metadata.get(key)) not in known:
-            raise CheckpointError(f"{file}: {key} is {value!r}; converted is only {known[-1]!r}")
+            said = shown(value)
+            raise CheckpointError(f"{file}: {key} is {said}; converted is only {known[-1]!r}")
     if missing := [key for key in REQUIRED if key not in metadata]:
         raise CheckpointError(f"{file}: its metadata lacks {', '.join(missing)}")
+    for key, (is_right, right) in EXPECTED.items():
+        if key in metadata and not is_right(metadata[key]):
+            raise CheckpointError(f"{file}: {key} is {shown(metadata[key])}; expected {right}")
+    check_vocabulary(metadata, file)
     rotated = metadata.get("llama.rope.dimension_count", head_size(metadata))
     if rotated != head_size(metadata):
         raise CheckpointError(
             f"{file}: llama.rope.dimension_count is {rotated}; "
             f"converted are only heads that are rotated whole ({head_size(metadata)})"
         )
+
+
+def check_vocabulary(metadata: Metadata, file: Path) -> None:
+    """As many tokens as the model has rows, no two alike, and the special ids among them."""
+    tokens, size = metadata["tokenizer.ggml.tokens"], metadata["llama.vocab_size"]
+    counts = [len(tokens), len(set(tokens)), len(metadata["tokenizer.ggml.token_type"])]
+    if counts != [size] * 3:
+        raise CheckpointError(
+            f"{file}: with llama.vocab_size = {size} expected are as many tokens, no two alike, "
+            f"each with a type; there are {counts[0]}, {counts[1]} different ones and "
+            f"{counts[2]} types"
+        )
+    for name in SPECIAL:
+        token_id = metadata.get(key := f"tokenizer.ggml.{name}_token_id", 0)
+        if not _is_id(token_id) or token_id >= size:
+            raise CheckpointError(
+                f"{file}: {key} is {shown(token_id)}; expected an id below {size}"
+            )
 
 
 def hugging_face_name(name: str, file: Path) -> str:
@@ -125,20 +188,58 @@ def hugging_face_name(name: str, file: Path) -> str:
         return f"{WHOLE_MODEL[stem]}.weight"
     if layer is not None and stem in ONE_LAYER:
         return f"model.layers.{layer}.{ONE_LAYER[stem]}.weight"
-    raise CheckpointError(f"{file}: the tensor {name} has no place in a Llama model")
+    raise CheckpointError(f"{file}: the tensor {brief(name)} has no place in a Llama model")
 
 
 def check_complete(present: set[str], metadata: Metadata, file: Path) -> None:
     """Every tensor that a model of this depth has, and no layer more; a head is optional."""
     layers = range(metadata["llama.block_count"])
+    if len(layers) > len(present):
+        raise CheckpointError(
+            f"{file}: with {len(layers)} layers (llama.block_count) expected are more tensors than "
+            f"the {len(present)} that it has"
+        )
     expected = {f"{stem}.weight" for stem in WHOLE_MODEL}
     expected |= {f"blk.{layer}.{stem}.weight" for layer in layers for stem in ONE_LAYER}
     missing = sorted(expected - present - {"output.weight"})
     if missing or present - expected:
         raise CheckpointError(
             f"{file}: with {len(layers)} layers (llama.block_count), missing are "
-            f"{missing or 'no tensors'}, beyond them are {sorted(present - expected) or 'none'}"
+            f"{brief(missing or 'no tensors')}, "
+            f"beyond them are {brief(sorted(present - expected) or 'none')}"
         )
+
+
+def check_tensors(tensors: list[StoredTensor], metadata: Metadata, file: Path) -> None:
+    """Each has the shape that the metadata says, and a type whose numbers we can read."""
+    shapes = expected_shapes(metadata)
+    for tensor in tensors:
+        right = shapes[tensor.name.split(".")[-2]]
+        if tensor.shape != right:
+            raise CheckpointError(
+                f"{file}: the tensor {tensor.name} is {list(tensor.shape)}; its metadata asks for "
+                f"{list(right)}"
+            )
+        try:
+            gguf.dequantize(tensor.data[:1], tensor.tensor_type)
+        except NotImplementedError as error:
+            raise CheckpointError(f"{file}: the GGUF tensor {tensor.name}: {error}") from error
+
+
+def expected_shapes(metadata: Metadata) -> dict[str, tuple[int, ...]]:
+    """The stem of a tensor's name -> its shape, slowest axis first."""
+    V, E = metadata["llama.vocab_size"], metadata["llama.embedding_length"]
+    D, F = head_size(metadata), metadata["llama.feed_forward_length"]
+    H, Hk = metadata["llama.attention.head_count"], key_value_heads(metadata)
+    shapes: dict[str, tuple[int, ...]] = {"token_embd": (V, E), "output": (V, E)}
+    shapes |= dict.fromkeys(("output_norm", "attn_norm", "ffn_norm"), (E,))
+    shapes |= {"attn_q": (H * D, E), "attn_k": (Hk * D, E), "attn_v": (Hk * D, E)}
+    return shapes | {
+        "attn_output": (E, H * D),
+        "ffn_gate": (F, E),
+        "ffn_up": (F, E),
+        "ffn_down": (E, F),
+    }
 
 
 def head_size(metadata: Metadata) -> int:
@@ -190,6 +291,23 @@ def special_ids(metadata: Metadata) -> dict[str, int]:
     return {name: metadata[key] for key, name in keys.items() if key in metadata}
 
 
+def checked_tokenizer(metadata: Metadata, file: Path) -> Tokenizer:
+    """The tokenizer, in which each token has its own id."""
+    tokens, merges = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"]
+    known = {token: id for id, token in enumerate(tokens)}
+    for merge in merges:
+        left, _, right = merge.partition(" ")
+        if not {left, right, left + right} <= known.keys():
+            raise CheckpointError(
+                f"{file}: tokenizer.ggml.merges has {shown(merge)}; expected two tokens, with a "
+                f"space between, that together are a third"
+            )
+    result = tokenizer(metadata)
+    if result.get_vocab() != known:
+        raise CheckpointError(f"{file}: tokenizer.ggml.tokens has a token that cannot be added")
+    return result
+
+
 def tokenizer(metadata: Metadata) -> Tokenizer:
     """Byte-level BPE as in GPT-2, each digit on its own: what the kind "smollm" means.
 
@@ -213,8 +331,7 @@ def tokenizer(metadata: Metadata) -> Tokenizer:
 def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
     """tokenizer_config.json: a class that takes tokenizer.json as it is, names, chat template."""
     tokens = metadata["tokenizer.ggml.tokens"]
-    names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    keys = {f"tokenizer.ggml.{stem}_token_id": name for stem, name in names.items()}
+    keys = {f"tokenizer.ggml.{stem}_token_id": name for stem, name in SPECIAL.items()}
     result = {name: tokens[metadata[key]] for key, name in keys.items() if key in metadata}
     if "tokenizer.chat_template" in metadata:
         result["chat_template"] = metadata["tokenizer.chat_template"]
@@ -226,17 +343,9 @@ def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def row_major_shape(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
-    """ggml names the fastest axis first; everybody else names it last."""
-    return tuple(int(size) for size in reversed(tensor.shape))
-
-
-def values_of(tensor: gguf.ReaderTensor, metadata: Metadata) -> np.ndarray:
+def values_of(tensor: StoredTensor, metadata: Metadata) -> np.ndarray:
     """One tensor as float32, its rows in Hugging Face's order."""
-    try:
-        values = gguf.dequantize(tensor.data, tensor.tensor_type)
-    except NotImplementedError as error:
-        raise CheckpointError(f"the GGUF tensor {tensor.name}: {error}") from error
+    values = gguf.dequantize(tensor.data, tensor.tensor_type)
     if tensor.name.endswith("attn_q.weight"):
         return halves_from_pairs(values, metadata["llama.attention.head_count"])
     if tensor.name.endswith("attn_k.weight"):

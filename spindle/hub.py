@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from spindle import recipes
-from spindle.errors import CheckpointError, ModelNotFound
-from spindle.paths import cache_dir
+from spindle.errors import CheckpointError, ModelNotFound, brief, shown
+from spindle.paths import cache_dir, why_no_file
 from spindle.recipes import RECIPES
 
 __all__ = [
@@ -70,7 +70,8 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Path:
     there is and what would bring it; CheckpointError when a path exists and is no checkpoint.
     """
     if not isinstance(name_or_path, str | os.PathLike):
-        raise ModelNotFound(f"model {name_or_path!r}: expected a name, a directory or a hub id")
+        given = shown(name_or_path)
+        raise ModelNotFound(f"model {given}: expected a name, a directory or a hub id")
     text = os.fspath(name_or_path)
     is_name = isinstance(name_or_path, str)
     if is_name and text in BUNDLED:
@@ -90,7 +91,7 @@ def fetch(name: str, *, progress: bool | None = None) -> Path:
     `progress` says whether to report on stderr; None: only at a terminal. Errors as in `resolve`,
     and SpindleError when the cache cannot be written. A damaged cache is repaired.
     """
-    if name not in RECIPES:
+    if not isinstance(name, str) or name not in RECIPES:
         return resolve(name)
     show = sys.stderr.isatty() if progress is None else progress
     return recipes.fetch(RECIPES[name], show)
@@ -132,9 +133,13 @@ def hub_models() -> Iterator[KnownModel]:
 
     for folder in sorted(Path(constants.HF_HUB_CACHE).glob("models--*")):
         try:
-            snapshot = folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
-        except OSError:  # no main branch here: a download that hardly began
+            main = folder / "refs" / "main"
+            commit = "" if why_no_file(main) else main.read_text(encoding="utf-8").strip()
+        except (OSError, ValueError):
+            commit = ""
+        if not re.fullmatch(r"[\w-]+", commit, re.ASCII):  # a download that hardly began, or damage
             continue
+        snapshot = folder / "snapshots" / commit
         if why_no_checkpoint(snapshot) is None:
             name = folder.name.removeprefix("models--").replace("--", "/")
             yield KnownModel(name, "in the hub's cache", snapshot, size_of(snapshot), present=True)
@@ -168,9 +173,9 @@ def checked(path: Path) -> Path:
 
 def why_no_checkpoint(path: Path) -> str | None:
     """What a directory lacks to be a checkpoint, in words; None when it lacks nothing."""
-    if not path.is_dir():
+    if not os.path.isdir(path):
         gguf = ", and GGUF files are not read" if path.suffix == ".gguf" else ""
-        return f"it is a file{gguf}" if path.exists() else "it does not exist"
+        return f"it is a file{gguf}" if os.path.exists(path) else "it does not exist"
     try:
         names = sorted(file.name for file in path.iterdir())
     except OSError as error:
@@ -219,7 +224,7 @@ def cause_in_words(error: Exception) -> str:
         part = "only a part of it is" if is_partial(error) else "it is not"
         return f"HF_HUB_OFFLINE is set while {part} in the hub's cache"
     first_line = str(root).partition("\n")[0]
-    return f"the hub could not be asked ({type(root).__name__}: {first_line})"
+    return f"the hub could not be asked ({type(root).__name__}: {brief(first_line)})"
 
 
 def is_partial(error: Exception) -> bool:
@@ -235,6 +240,6 @@ def not_found(text: str, reason: str) -> ModelNotFound:
     brought = [name if is_cached(name) else f"{name} (`spindle fetch {name}`)" for name in RECIPES]
     names = [*BUNDLED, *brought, *(model.name for model in hub_models())]
     return ModelNotFound(
-        f"no model {text!r}{hint}: {reason}; there are {', '.join(names)}, "
+        f"no model {shown(text)}{hint}: {reason}; there are {', '.join(names)}, "
         f"any directory with a checkpoint, and with a network the ids of the hub"
     )

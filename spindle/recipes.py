@@ -21,12 +21,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from spindle.errors import CheckpointError, ModelNotFound, SpindleError
-from spindle.paths import cache_dir
+from spindle.errors import CheckpointError, ModelNotFound, SpindleError, brief, shown
+from spindle.paths import cache_dir, why_no_file
 
 MANIFEST = "manifest.json"
 LAYOUT = 1  # of what a recipe writes; a cache of another layout is built anew
@@ -72,24 +73,37 @@ def flaw(directory: Path) -> str | None:
     if not directory.is_dir():
         return "it is not there"
     try:
-        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        manifest = read_manifest(directory)
         if manifest["layout"] != LAYOUT:
-            return f"it has layout {manifest['layout']} and not {LAYOUT}"
+            return f"it has layout {brief(manifest['layout'])} and not {LAYOUT}"
+        if WEIGHTS not in manifest["files"] or not isinstance(manifest["weights_sha256"], str):
+            return f"{MANIFEST} does not state {WEIGHTS}"
         for name, size_bytes in manifest["files"].items():
+            if Path(name).name != name:
+                return f"{MANIFEST} lists {shown(name)}, which is no file beside it"
             if (found := (directory / name).stat().st_size) != size_bytes:
                 return f"{name} has {found} bytes and not {size_bytes}"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{MANIFEST} cannot be read ({error})"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return f"{MANIFEST} cannot be read ({brief(error)})"
     return None
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The manifest as it is. OSError, ValueError: there is none, or it is no JSON."""
+    path = directory / MANIFEST
+    if os.path.exists(path) and (why := why_no_file(path)):
+        raise OSError(why)
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
 
 
 def deep_flaw(directory: Path) -> str | None:
     """As `flaw`, and the weights must have the SHA-256 that the manifest states."""
     if reason := flaw(directory):
         return reason
-    stated = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))["weights_sha256"]
+    stated = read_manifest(directory)["weights_sha256"]
     return None if sha256(directory / WEIGHTS) == stated else f"{WEIGHTS} has another SHA-256"
 
 

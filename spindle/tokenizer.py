@@ -23,6 +23,7 @@ from typing import Any
 
 import tokenizers
 
+from spindle import tokenizer_file
 from spindle.chat_template import DEFAULT, ChatTemplates, read_json
 from spindle.errors import RequestError, TokenizerError, shown
 
@@ -41,10 +42,9 @@ class Tokenizer:
 
     def __init__(self, path_or_name: str | Path) -> None:
         folder = _folder(path_or_name)
-        self._library = _load(folder / "tokenizer.json")
-        self._spell = _spelling(self._library.decoder, folder / "tokenizer.json")
-        added = self._library.get_added_tokens_decoder()  # id -> AddedToken
-        self._special = frozenset(token.content for token in added.values() if token.special)
+        self._path = folder / "tokenizer.json"
+        self._library, self._special = tokenizer_file.load(self._path)
+        self._spell = _spelling(self._library.decoder, self._path)
         # Not a count: ids may leave gaps, and a table indexed by id needs the largest one.
         self.vocab_size = max(self._library.get_vocab().values(), default=-1) + 1
         self.bos_id = next(iter(_declared_ids(self._library, folder, "bos_token")), None)
@@ -55,6 +55,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text. RequestError: not a str, or a text that has no ids here.
 
+        TokenizerError: the library gave up, since tokenizer.json asks for too much.
+
         Special tokens are added where tokenizer.json's post-processor says so, and nowhere else.
         Text that spells a special token, such as "<|endoftext|>", becomes that token, as it does in
         transformers; so a prompt that spells out the BOS of a tokenizer that adds one begins with
@@ -64,7 +66,10 @@ class Tokenizer:
             raise RequestError(f"text to encode: expected a str, got {type(text).__name__}")
         try:
             text.encode()  # half of a surrogate pair is no character
-            return self._library.encode(text, add_special_tokens=add_special_tokens).ids
+            with tokenizer_file.panics_named(self._path):
+                return self._library.encode(text, add_special_tokens=add_special_tokens).ids
+        except TokenizerError:
+            raise
         except Exception as error:  # the library raises no narrower kind
             raise RequestError(f"text to encode: expected whole characters: {error}") from error
 
@@ -274,19 +279,6 @@ def _folder(path_or_name: str | Path) -> Path:
     return resolve(path_or_name)
 
 
-def _load(path: Path) -> tokenizers.Tokenizer:
-    expected = "expected a tokenizer.json as the tokenizers library and transformers write it"
-    if not path.is_file():
-        raise TokenizerError(f"{path}: no such file; {expected}")
-    try:
-        library = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises no narrower kind
-        raise TokenizerError(f"{path}: {error}; {expected}") from error
-    library.no_truncation()  # a file may carry the settings of some training run,
-    library.no_padding()  # but a prompt is encoded whole
-    return library
-
-
 def _declared_ids(library: tokenizers.Tokenizer, folder: Path, name: str) -> tuple[int, ...]:
     """The ids of "bos_token" or "eos_token", from the first file that states any."""
     for path in (folder / "generation_config.json", folder / "config.json"):
@@ -301,7 +293,11 @@ def _declared_ids(library: tokenizers.Tokenizer, folder: Path, name: str) -> tup
     token = stated.get("content") if isinstance(stated, dict) else stated
     if token is None:
         return ()
-    token_id = library.token_to_id(token) if isinstance(token, str) else None
+    try:
+        token_id = library.token_to_id(token) if isinstance(token, str) else None
+    except UnicodeEncodeError:  # half a character
+        token_id = None
     if token_id is None:
-        raise TokenizerError(f"{path}: {name}: expected a token of the vocabulary, got {token!r}")
+        said = shown(token)
+        raise TokenizerError(f"{path}: {name}: expected a token of the vocabulary, got {said}")
     return (token_id,)

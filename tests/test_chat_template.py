@@ -4,11 +4,15 @@ The templates are written here, with what those of real families do: whitespace 
 tests, macros, namespaces, slices, loop controls, string methods, tools, documents, refusals.
 """
 
+import contextlib
 import json
+import os
 import subprocess
 import sys
+import tracemalloc
 from enum import StrEnum
-from types import MappingProxyType
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import tokenizers
@@ -18,7 +22,7 @@ from jinja2.exceptions import TemplateError
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from spindle import chat_template
+from spindle import chat_template, sandbox
 from spindle.errors import RequestError, TokenizerError
 from spindle.tokenizer import Tokenizer
 
@@ -821,3 +825,143 @@ def test_jinja_is_imported_by_the_first_rendering(tmp_path):
     )
     command = [sys.executable, "-c", program, str(tmp_path)]
     assert subprocess.run(command, capture_output=True, text=True).stdout == "False True\n"
+
+
+# --- time and memory -----------------------------------------------------------------------------
+
+DOUBLED = "{% set ns = namespace(s='ab', l=[1]) %}{% for n in range(99) %}@{% endfor %}"
+GREEDY = {
+    "three loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "turns left out": "{% for a in range(999) %}{% for b in range(99999) if false %}{% endfor %}"
+    "{% endfor %}",
+    "text in a loop": "{% for a in range(99999) %}" + "x" * 9999 + "{% endfor %}",
+    "calls of calls": "{% macro f(n) %}{% if n %}{{ f(n - 1) ~ f(n - 1) }}{% endif %}{% endmacro %}"
+    "{{ f(99) }}",
+    "a block in itself": "{% block a %}" + "x" * 99999 + "{% for n in range(99) %}{{ self.a() }}"
+    "{% endfor %}{% endblock %}",
+    "a long text": "{{ 'x' * 10**10 }}",
+    "a long list": "{{ ([1] * 10**10) | length }}",
+    "a long number": "{{ 2 ** (10**10) }}",
+    "numbers that grow": "{% set ns = namespace(n=9) %}{% for a in range(99) %}"
+    "{% set ns.n = ns.n * ns.n %}{% endfor %}",
+    "doubled by ~": DOUBLED.replace("@", "{% set ns.s = ns.s ~ ns.s %}"),
+    "doubled by +": DOUBLED.replace("@", "{% set ns.s = ns.s + ns.s %}"),
+    "doubled by %": DOUBLED.replace("@", "{% set ns.s = '%s%s' % (ns.s, ns.s) %}"),
+    "doubled by format": DOUBLED.replace("@", "{% set ns.s = '{0}{0}'.format(ns.s) %}"),
+    "doubled by replace": DOUBLED.replace("@", "{% set ns.s = ns.s | replace('a', 'aa') %}"),
+    "doubled by join": DOUBLED.replace("@", "{% set ns.s = ns.s.join(ns.s) %}"),
+    "doubled by a block": DOUBLED.replace("@", "{% set ns.s %}{{ ns.s }}{{ ns.s }}{% endset %}"),
+    "a list in itself, twice": DOUBLED.replace("@", "{% set ns.l = [ns.l, ns.l] %}") + "{{ ns.l }}",
+    "a pair of pairs": DOUBLED.replace("@", "{% set ns.l = (ns.l, ns.l) %}"),
+    "a dict of dicts": DOUBLED.replace("@", "{% set ns.l = {'a': ns.l, 'b': ns.l} %}"),
+    "dict() of dict()": DOUBLED.replace("@", "{% set ns.l = dict(a=ns.l, b=ns.l) %}"),
+    "namespaces": DOUBLED.replace("@", "{% set ns.l = namespace(a=ns.l, b=ns.l) %}"),
+    "a namespace in itself": DOUBLED.replace("@", "{% set ns.l = ns %}") + "{{ ns }}",
+    "batches": DOUBLED.replace("@", "{% set ns.l = ns.l | batch(2, ns.l) | list %}"),
+    "slices": "{% set x = 'a' * 1000000 %}{% set ns = namespace(l=[]) %}{% for n in range(99999) %}"
+    "{% set ns.l = ns.l + [x[n:]] %}{% endfor %}",
+    "a wide field": "{{ '%1000000000d' % 1 }}",
+    "a wide field beside": "{{ '%*d' % (1000000000, 1) }}",
+    "a wide field of format": "{{ '{:>1000000000}'.format(1) }}",
+    "a field in a field": "{{ '{:{}}'.format(1, '1000000000') }}",
+    "a wide method": "{{ 'a'.ljust(1000000000) }}",
+    "a wide filter": "{{ 'a' | center(1000000000) }}",
+    "a filter of filters": "{{ ['a'] | map('center', 1000000000) | list }}",
+    "wide lines": "{{ ('\n' * 10000) | indent(100000) }}",
+    "wide JSON": "{{ [[1] * 1000] | tojson(indent=1000000) }}",
+    "separators": "{{ ([1] * 100000) | tojson(separators=('x' * 10000, ':')) }}",
+    "a long join": "{{ range(100000) | join('x' * 10000) }}",
+    "a long replacement": "{{ ('a' * 10000).replace('a', 'b' * 10000) }}",
+    "a long translation": "{{ ('a' * 10000).translate({97: 'b' * 10000}) }}",
+    "tabs": "{{ ('\t' * 10000).expandtabs(100000) }}",
+    "a search in a list": "{% set x = range(99999) | list %}{% for a in x %}{% if a in x %}"
+    "{% endif %}{% endfor %}",
+    "a search by a test": "{{ range(99999) | select('in', range(99999) | list) | list }}",
+    "pairs through a macro": "{% macro f(x, n) %}{% if n %}{{ f((x, x), n - 1) }}"
+    "{% elif {x: 1} == {x: 1} %}a{% endif %}{% endmacro %}{{ f(1, 60) }}",
+    "slices through a macro": "{% macro f(x) %}{{ f(x[1:]) }}{% endmacro %}{{ f('a' * 1000000) }}",
+    "doubled through a macro": "{% macro f(x) %}{{ f(x ~ x) }}{% endmacro %}{{ f('ab') }}",
+    "a view of a dict": "{{ {'a': ['x' * 100000] * 1000}.items() | string }}",
+    "bytes": "{{ (1).to_bytes(10**10, 'big') }}",
+    "a sum of lists": "{{ ([[1]] * 99999) | sum(start=[]) }}",
+    "marks and marks": "{{ ('<a>' * 100000) | striptags }}",
+    "paragraphs": "{{ lipsum(n=100000) }}",
+}
+
+
+@pytest.mark.parametrize("name", GREEDY)
+def test_no_template_takes_more_than_its_share(tmp_path, name):
+    """A refusal by name, soon, and before much memory is taken."""
+    ours = make(tmp_path, GREEDY[name])
+    with pytest.raises(TokenizerError, match="'default': it asks for what no template may do"):
+        ours.render_chat(HI)
+    assert make(tmp_path, "{{ messages | length }}").render_chat(HI) == "1"  # nothing is left over
+
+
+def test_a_template_that_is_slow_in_few_steps_runs_out_of_time(tmp_path, monkeypatch):
+    """What a step costs is bounded; what all of them cost on a slow machine, only by the clock."""
+    clock = iter(range(10**9))
+    monkeypatch.setattr(sandbox, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    with pytest.raises(TokenizerError, match="what no template may do: more than 10 s"):
+        make(tmp_path, "{% for n in range(99999) %}{% endfor %}").render_chat(HI)
+
+
+def test_what_a_refused_template_held_is_bounded(tmp_path):
+    """Here, what makes the most of each kind of value."""
+    for name in ("doubled by ~", "doubled by +", "a list in itself, twice", "slices"):
+        ours = make(tmp_path, GREEDY[name])
+        tracemalloc.start()
+        with pytest.raises(TokenizerError):
+            ours.render_chat(HI)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak_bytes < 64e6, (name, peak_bytes)
+
+
+def test_nothing_is_worked_out_when_a_template_is_compiled(tmp_path):
+    """`{% autoescape %}` asks for its value at that moment; so did folded constants."""
+    for expression in ("9 ** 9 ** 9", "'x' * 10**10", "'x' | center(10**10)", "'%9999999999d' % 1"):
+        ours = make(
+            tmp_path, f"{{% if messages %}}a{{% else %}}{{{{ {expression} }}}}{{% endif %}}"
+        )
+        assert ours.render_chat(HI) == "a"
+        ours = make(tmp_path, f"{{% autoescape {expression} %}}{{% endautoescape %}}")
+        with contextlib.suppress(TokenizerError):
+            ours.render_chat(HI)
+
+
+def test_a_template_of_a_megabyte_is_refused_unread(tmp_path):
+    with pytest.raises(TokenizerError, match="it has 1000000 characters; expected at most 262144"):
+        make(tmp_path, "x" * 1_000_000).render_chat(HI)
+
+
+@pytest.mark.parametrize("name", ["llama-3", "qwen3", "mistral", "json"])
+def test_a_very_long_conversation_has_its_share(pairs, name):
+    """Two million characters in 1,000 turns: the bounds grow with what is given."""
+    turns = [turn("user" if n % 2 == 0 else "assistant", f"{n} " * 500) for n in range(999)]
+    theirs = pairs[name].theirs.apply_chat_template(turns, tokenize=False)
+    same = pairs[name].ours.render_chat(turns, add_generation_prompt=False) == theirs
+    assert same and len(theirs) > 1_900_000
+
+
+def test_the_error_of_a_template_is_short_and_can_be_printed(tmp_path):
+    for template in (
+        "{{ raise_exception('\x1b[2J' * 1000) }}",
+        "{{ messages['a' * 100000].x }}",
+        "{% " + "y" * 9999 + " %}",
+    ):
+        with pytest.raises((RequestError, TokenizerError)) as refusal:
+            make(tmp_path, template).render_chat(HI)
+        assert len(str(refusal.value)) < 1000 and "\x1b" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize(
+    "place", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")]
+)
+def test_what_is_no_file_is_neither_waited_for_nor_passed_over(tmp_path, name, place):
+    write_tokenizer(tmp_path, "{{ messages }}")
+    (tmp_path / name).unlink(missing_ok=True)
+    place(tmp_path / name)
+    with pytest.raises(TokenizerError, match=f"{name}: expected .* it is (a directory|no file)"):
+        Tokenizer(tmp_path)

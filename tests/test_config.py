@@ -7,6 +7,7 @@ computation; which of the three is declared here, tried, and complete by transfo
 import dataclasses
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -756,3 +757,62 @@ def test_end_of_sequence_ids_come_from_generation_config_first(
     read_back = ModelConfig.from_directory(tmp_path)
     assert read_back.eos_ids == expected
     assert read_back.bos_id == 1
+
+
+# --- hostile files -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value", [0, 2**31, 10**30, 10**4000, -(2**63), 1e999, 2.0, "9", [[]], True]
+)
+@pytest.mark.parametrize("key", ["vocab_size", "n_layer", "n_positions", "n_embd"])
+def test_a_count_that_no_model_has_is_refused_in_few_words(key, value, tmp_path):
+    with pytest.raises(
+        ConfigError, match=rf"config\.json: {key} is .*whole number from 1 to 2147483"
+    ):
+        read(tmp_path, GPT2 | {key: value})
+    with pytest.raises(ConfigError) as refusal:
+        read(tmp_path, GPT2 | {key: "x" * 10**6})
+    assert len(str(refusal.value)) < 500
+
+
+@pytest.mark.parametrize("value", [-1, 2**32, 10**30, [1, -1], [2**64]])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_an_id_that_no_tokenizer_has_is_refused(name, value, tmp_path):
+    write(tmp_path, GPT2)
+    write(tmp_path, (GPT2 if name == "config.json" else {}) | {"eos_token_id": value}, name)
+    with pytest.raises(
+        ConfigError, match=r"eos_token_id is .*; expected an id from 0 to 4294967295"
+    ):
+        ModelConfig.from_directory(tmp_path)
+
+
+@pytest.mark.parametrize("text", ['{"vocab_size": ' + "9" * 5000 + "}", "\ufeff{}", "{" * 10**5])
+def test_json_that_python_cannot_read_is_named(text, tmp_path):
+    with pytest.raises(CheckpointError, match=r"config\.json: not readable as JSON") as refusal:
+        read(tmp_path, text)
+    assert len(str(refusal.value)) < 500
+
+
+def test_a_key_of_rope_that_cannot_be_printed_is_escaped(tmp_path):
+    rope = {"rope_type": "linear", "factor": 2.0, "\x1b[2J\ud800" + "x" * 999: 1}
+    with pytest.raises(ConfigError, match=r"\\x1b\[2J\\ud800xxx.*\.\.\. is 1; expected") as refusal:
+        read(tmp_path, LLAMA | {"rope_scaling": rope})
+    assert str(refusal.value).isprintable()
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_pipe_is_not_waited_for_and_a_device_is_not_read(name, tmp_path):
+    write(tmp_path, GPT2)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"{name}: not readable as JSON .it is no file, but"):
+        ModelConfig.from_directory(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match=f"{name}: not readable as JSON .it is no file, but"):
+        ModelConfig.from_directory(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to(name)  # a link to itself
+    with pytest.raises(CheckpointError, match=f"{name}: not readable as JSON"):
+        ModelConfig.from_directory(tmp_path)

@@ -853,3 +853,157 @@ def test_what_is_no_name_and_no_path_is_refused_in_words(model: object) -> None:
         hub.resolve(model)  # type: ignore[arg-type]
     with pytest.raises(ModelNotFound, match="expected a name, a directory or a hub id"):
         spindle.Tokenizer(model)  # type: ignore[arg-type]
+
+
+# Hostile files
+
+
+def gguf_bytes(tmp_path: Path, **options) -> bytes:
+    write_gguf(tmp_path / "whole.gguf", **options)
+    return (tmp_path / "whole.gguf").read_bytes()
+
+
+def refused_gguf(tmp_path: Path, content: bytes) -> str:
+    """The words that refuse a GGUF file; nothing was written."""
+    (tmp_path / "bad.gguf").write_bytes(content)
+    (tmp_path / "out").mkdir(exist_ok=True)
+    with pytest.raises(SpindleError) as refusal:
+        gguf_import.convert(tmp_path / "bad.gguf", tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+    assert "bad.gguf" in str(refusal.value)
+    return str(refusal.value)
+
+
+def test_our_reader_reads_what_the_librarys_reads(tmp_path):
+    write_gguf(tmp_path / "x.gguf")
+    metadata, tensors = gguf_import.read(tmp_path / "x.gguf")
+    theirs = gguf.GGUFReader(tmp_path / "x.gguf")
+    for key, value in metadata.items():
+        assert value == theirs.fields[key].contents(), key
+    assert len(metadata) == len([key for key in theirs.fields if not key.startswith("GGUF.")])
+    for ours, other in zip(tensors, theirs.tensors, strict=True):
+        assert (ours.name, ours.tensor_type) == (other.name, other.tensor_type)
+        assert ours.shape == tuple(other.shape[::-1].tolist())
+        np.testing.assert_array_equal(ours.data, other.data, strict=True)
+        assert isinstance(ours.data, np.memmap)
+
+
+@pytest.mark.parametrize("count", [2**31, 2**60, 2**64 - 1])
+@pytest.mark.parametrize("key", ["tokenizer.ggml.token_type", "tokenizer.ggml.tokens"])
+def test_an_array_that_claims_more_than_the_file_is_refused_at_once(tmp_path, key, count):
+    """The library's reader makes an object for each that is claimed, until memory ends."""
+    whole = gguf_bytes(tmp_path)
+    at = whole.index(key.encode()) + len(key) + 8  # after the name, two types
+    changed = whole[:at] + count.to_bytes(8, "little") + whole[at + 8 :]
+    assert "it ends at byte" in refused_gguf(tmp_path, changed)
+
+
+@pytest.mark.parametrize(("at", "what"), [(8, "tensors"), (16, "keys")])
+def test_a_count_beyond_the_file_is_refused_at_once(tmp_path, at, what):
+    whole = gguf_bytes(tmp_path)
+    refused_gguf(tmp_path, whole[:at] + (2**63).to_bytes(8, "little") + whole[at + 8 :])
+
+
+def test_arrays_in_arrays_are_refused(tmp_path):
+    """Each level takes 12 bytes of the file, and one of Python's stack."""
+    level = (9).to_bytes(4, "little") + (1).to_bytes(8, "little")
+    head = b"GGUF" + (3).to_bytes(4, "little") + (0).to_bytes(8, "little")
+    key = (1).to_bytes(8, "little") + (1).to_bytes(8, "little") + b"x"
+    words = refused_gguf(tmp_path, head + key + (9).to_bytes(4, "little") + level * 5000)
+    assert "an array in an array" in words
+
+
+def test_every_cut_of_a_gguf_file_is_refused(tmp_path):
+    whole = gguf_bytes(tmp_path)
+    for at in [*range(0, 3000, 37), *range(3000, len(whole) - 31, 7919)]:
+        refused_gguf(tmp_path, whole[:at])
+
+
+def test_tensors_that_do_not_follow_one_another_are_refused(tmp_path):
+    """Two that share their bytes would be read as one; the library's reader does not look."""
+    whole = gguf_bytes(tmp_path)
+    name = b"blk.1.ffn_up.weight"
+    at = whole.index(name) + len(name) + 4 + 16 + 4  # two sizes, the type
+    old = int.from_bytes(whole[at : at + 8], "little")
+    for offset in (0, old - 32, old + 32, 2**63):
+        changed = whole[:at] + offset.to_bytes(8, "little") + whole[at + 8 :]
+        assert f"blk.1.ffn_up.weight is at {offset}; expected {old}" in refused_gguf(
+            tmp_path, changed
+        )
+
+
+WRONG_METADATA = {
+    "llama.block_count": [2**31, 10**9, "two", 2.0],
+    "llama.embedding_length": [1, 0, "wide"],
+    "llama.attention.head_count": [0, 3, 2**31],
+    "llama.attention.head_count_kv": [3, 0, 1],
+    "llama.attention.key_length": [31, 2**31],
+    "llama.attention.layer_norm_rms_epsilon": [0.0, -1.0, float("nan"), float("inf"), 1],
+    "llama.rope.freq_base": [0.0, float("nan"), "x"],
+    "llama.feed_forward_length": [F + 32],
+    "llama.context_length": [0, "long"],
+    "llama.vocab_size": [len(TOKENS) - 1, 1],
+    "tokenizer.ggml.tokens": [["a"], [*TOKENS[:-1], "a"], "tokens", [1, 2]],
+    "tokenizer.ggml.token_type": [KINDS[1:], ["x"] * len(KINDS)],
+    "tokenizer.ggml.merges": [["he"], ["h  e"], ["zz zz"], ["h e x"], [" e"], [3]],
+    "tokenizer.ggml.bos_token_id": [len(TOKENS), 2**31, "x", 1.0, True],
+    "tokenizer.chat_template": [7, ["a"]],
+}
+
+
+@pytest.mark.parametrize("key", WRONG_METADATA)
+def test_metadata_that_is_wrong_is_refused_by_key_before_anything_is_written(tmp_path, key):
+    for value in WRONG_METADATA[key]:
+        (tmp_path / "whole.gguf").unlink(missing_ok=True)
+        words = refused_gguf(tmp_path, gguf_bytes(tmp_path, metadata=METADATA | {key: value}))
+        assert len(words) < 1000
+
+
+@pytest.mark.parametrize(
+    "place", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")]
+)
+def test_a_gguf_file_that_is_no_file_is_refused_and_not_waited_for(tmp_path, place):
+    place(tmp_path / "bad.gguf")
+    with pytest.raises(CheckpointError, match=r"bad\.gguf is not a GGUF file .* it is"):
+        gguf_import.read(tmp_path / "bad.gguf")
+
+
+@pytest.mark.parametrize("ref", [b"\xff\xfe", b"../../..", b"/", b"", b"a\0b", b"x" * 5000])
+def test_a_damaged_branch_of_the_hubs_cache_is_passed_over(tmp_path, monkeypatch, ref):
+    from huggingface_hub import constants
+
+    make_checkpoint(tmp_path / "model", "model.safetensors")
+    folder = tmp_path / "hub" / "models--org--name"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_bytes(ref)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert list(hub.hub_models()) == []
+    (folder / "refs" / "main").unlink()
+    os.mkfifo(folder / "refs" / "main")
+    assert list(hub.hub_models()) == []
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{}",
+        "[]",
+        "[" * 100_000,
+        '{"layout": 1, "files": {}, "weights_sha256": ""}',
+        '{"layout": 1, "files": {"model.safetensors": 1}}',
+        '{"layout": 1, "weights_sha256": "", "files": {"../x": 1, "model.safetensors": 1}}',
+        '{"layout": 1, "weights_sha256": 7, "files": {"model.safetensors": 1}}',
+        '{"layout": ' + "9" * 5000 + "}",
+    ],
+    ids=len,
+)
+def test_a_manifest_that_is_damaged_is_a_flaw_in_words(whole, content):
+    (whole / recipes.MANIFEST).write_text(content)
+    for flaw in (recipes.flaw(whole), recipes.deep_flaw(whole)):
+        assert flaw is not None and recipes.MANIFEST in flaw and len(flaw) < 500
+
+
+def test_a_manifest_that_is_a_pipe_is_not_waited_for(whole):
+    (whole / recipes.MANIFEST).unlink()
+    os.mkfifo(whole / recipes.MANIFEST)
+    assert "it is no file, but a pipe" in str(recipes.deep_flaw(whole))

@@ -85,10 +85,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "config": (),
     "paths": (),
     "interrupts": (),
-    "chat_template": (),
-    "tokenizer": ("hub", "chat_template"),
+    "chat_template": ("sandbox",),
+    "sandbox": (),
+    "tokenizer": ("hub", "chat_template", "tokenizer_file"),
+    "tokenizer_file": (),
     "recipes": ("gguf_import",),  # hub, recipes and gguf_import are the room "hub"
-    "gguf_import": (),
+    "gguf_import": ("gguf_file",),
+    "gguf_file": (),
     "hub": ("recipes",),
     "kernels": (),
     "kvcache": ("kernels",),
@@ -120,7 +123,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 ONLY_IN = {
     "matplotlib": ("plots", "bench"),
     "transformers": ("bench.peers", "gguf_import"),
-    "gguf": ("gguf_import", "bench.peers"),
+    "gguf": ("gguf_import", "gguf_file", "bench.peers"),
 }
 NEVER = ("notebooks", "tests", "book", "conftest", "oracle")
 

@@ -4,7 +4,9 @@ The tokenizers under test are trained here, on a few lines in many scripts: byte
 with Metaspace in its three schemes, and BPE with byte fallback, with and without a first space.
 """
 
+import base64
 import json
+import os
 import sys
 from itertools import groupby
 from pathlib import Path
@@ -597,3 +599,182 @@ def test_smollm2_decodes_and_streams_as_its_library_does():
     for text in TEXTS:
         ids = ours.encode(text)
         assert ours.decode(ids) == ours._library.decode(ids) == "".join(streamed(ours, ids)) == text
+
+
+# --- hostile files -------------------------------------------------------------------------------
+
+
+def with_part(folder: Path, section: str, part: object, library=None) -> Path:
+    """A tokenizer.json with one of its sections replaced; of the model, a key."""
+    content = json.loads((library or byte_level()).to_str())
+    content[section] = content[section] | part if section == "model" else part
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return folder
+
+
+def split(regex: str) -> dict:
+    return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+
+
+def replace(pattern: dict, content: str) -> dict:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def normalizers_of(*parts: dict) -> dict:
+    return {"type": "Sequence", "normalizers": list(parts)}
+
+
+UNKNOWN_TOKEN = {
+    "type": "TemplateProcessing",
+    "single": [
+        {"SpecialToken": {"id": "[NO]", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ],
+    "pair": [],
+    "special_tokens": {},
+}
+PANICS = {
+    "pieces of no length": ("pre_tokenizer", {"type": "FixedLength", "length": 0}),
+    "a table that is none": ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
+    "a table of nothing": ("normalizer", {"type": "Precompiled", "precompiled_charsmap": ""}),
+    "an unknown special token": ("post_processor", UNKNOWN_TOKEN),
+}
+
+
+@pytest.mark.parametrize("case", PANICS)
+def test_what_makes_the_library_panic_is_refused_by_file(case, tmp_path):
+    """A panic of Rust is no Exception in Python: it would end a server, and name nothing."""
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: .*; expected a tokenizer\.json"):
+        Tokenizer(with_part(tmp_path, *PANICS[case]))
+
+
+def test_a_text_that_makes_the_library_panic_is_refused_by_file(tmp_path):
+    """A regex that tries every way to cut a run of a's; the library gives up after so many."""
+    ours = Tokenizer(with_part(tmp_path, "pre_tokenizer", split("(a+)+$")))
+    for _ in range(2):
+        with pytest.raises(TokenizerError, match=r"tokenizer\.json: the tokenizers library cannot"):
+            ours.encode("a" * 60 + "b")
+    assert isinstance(ours.encode("bbb"), list)
+
+
+TABLE = base64.b64encode((2**32 - 1).to_bytes(4, "little") + b"\0\0").decode()
+LONG_ENTRY = base64.b64encode((4).to_bytes(4, "little") + bytes(4) + b"a" * 999 + b"\0").decode()
+DOUBLINGS = {
+    "doubled forty times": normalizers_of(*[replace({"String": "l"}, "ll")] * 40),
+    "something from nothing": normalizers_of(*[replace({"String": ""}, "l")] * 40),
+    "a regex that matches nothing": normalizers_of(*[replace({"Regex": "l*"}, "l")] * 40),
+    "a look ahead": normalizers_of(*[replace({"Regex": "(?=l)"}, "l")] * 40),
+    "ligatures": normalizers_of(*[replace({"String": "l"}, "\ufdfa"), {"type": "NFKC"}] * 9),
+    "capitals": normalizers_of(*[replace({"String": "\u0307"}, "İ"), {"type": "Lowercase"}] * 40),
+    "bytes of bytes": normalizers_of(*[{"type": "ByteLevel"}] * 40),
+    "in front": normalizers_of(*[{"type": "Prepend", "prepend": "l"}] * 40),
+    "a very long word": replace({"String": "l"}, "x" * 1000),
+    "sequences in sequences": normalizers_of(
+        *[normalizers_of(*[replace({"String": "l"}, "ll")] * 3)] * 3
+    ),
+    "a table larger than memory": {"type": "Precompiled", "precompiled_charsmap": TABLE},
+    "a table with a long word": {"type": "Precompiled", "precompiled_charsmap": LONG_ENTRY},
+}
+
+
+@pytest.mark.parametrize("case", DOUBLINGS)
+def test_a_text_does_not_grow_beyond_memory(case, tmp_path):
+    """Some of these end the process: the library asks for more memory than there is, and aborts."""
+    expected = r"tokenizer\.json: its (normalizer makes|precompiled_charsmap has)"
+    with pytest.raises(TokenizerError, match=expected):
+        Tokenizer(with_part(tmp_path, "normalizer", DOUBLINGS[case]))
+
+
+def test_bytes_of_bytes_of_bytes_are_refused_before_words_are_cut(tmp_path):
+    part = json.loads(pre_tokenizers.ByteLevel().__getstate__())
+    sequence = {"type": "Sequence", "pretokenizers": [part] * 40}
+    with pytest.raises(TokenizerError, match=r"its normalizer makes up to 1\.21e\+24 char"):
+        Tokenizer(with_part(tmp_path, "pre_tokenizer", sequence))
+
+
+ORDINARY = [
+    normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(tokenizers.Regex(" {2,}"), " ")]),
+    normalizers.Sequence(
+        [
+            *(normalizers.Replace("``", '"'), normalizers.Replace("''", '"')),
+            *(normalizers.NFKD(), normalizers.StripAccents(), normalizers.Lowercase()),
+        ]
+    ),
+    normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
+    normalizers.Sequence(
+        [
+            *(normalizers.NFC(), normalizers.Replace(tokenizers.Regex(r"\s+"), " ")),
+            normalizers.Lowercase(),
+        ]
+    ),
+    normalizers.Sequence([normalizers.Replace(c, f"<{c}{c}>") for c in "ab"]),
+    normalizers.BertNormalizer(),
+]
+
+
+@pytest.mark.parametrize("part", ORDINARY, ids=str)
+def test_what_real_tokenizers_do_is_taken(part, tmp_path):
+    """Normalizers as in XLM-RoBERTa, ALBERT, Llama, CLIP and BERT."""
+    library = byte_level()
+    library.normalizer = part
+    library.save(str(tmp_path / "tokenizer.json"))
+    text = "``Hello''  ab é ﷺ"
+    assert Tokenizer(tmp_path).encode(text) == library.encode(text).ids
+
+
+def test_a_prompt_is_encoded_alike_each_time_whatever_the_file_says(tmp_path):
+    """BPE-dropout is for training: with it, a prompt would have other ids each time."""
+    plain = Tokenizer(with_part(tmp_path, "model", {"dropout": None})).encode("hello world")
+    ours = Tokenizer(with_part(tmp_path, "model", {"dropout": 0.9}))
+    assert [ours.encode("hello world") for _ in range(20)] == [plain] * 20
+
+
+def test_a_token_that_is_special_once_is_special(tmp_path):
+    """As the library has it, whatever a second entry says."""
+    library = byte_level()
+    content = json.loads(library.to_str())
+    first = next(token for token in content["added_tokens"] if token["special"])
+    content["added_tokens"].append(first | {"id": 999, "special": False})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    again = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    ids = again.encode(f"a{first['content']}b").ids
+    assert Tokenizer(tmp_path).decode(ids) == again.decode(ids)
+
+
+def test_a_section_that_stands_twice_is_refused(tmp_path):
+    """The library may read both, and only one was looked at."""
+    bomb = json.dumps({"type": "Precompiled", "precompiled_charsmap": TABLE})
+    text = byte_level().to_str()
+    (tmp_path / "tokenizer.json").write_text(f'{{"normalizer": {bomb}, {text.lstrip()[1:]}')
+    with pytest.raises(TokenizerError, match="a key stands twice in one object"):
+        Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "place", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")]
+)
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, place):
+    place(tmp_path / "tokenizer.json")
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: it is (a directory|no file)"):
+        Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("token", ["\ud800", "x" * 99999, ["a"], {"content": 7}])
+def test_an_end_that_is_no_token_is_refused_in_few_words(tmp_path, token):
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
+    with pytest.raises(
+        TokenizerError, match=r"tokenizer_config\.json: eos_token: expected a token"
+    ):
+        Tokenizer(tmp_path)
+
+
+def test_the_librarys_words_are_cut_and_printable(tmp_path):
+    (tmp_path / "tokenizer.json").write_text('{"truncation": "' + "x" * 9999 + '"}')
+    with pytest.raises(TokenizerError) as refusal:
+        Tokenizer(tmp_path)
+    assert len(str(refusal.value)) < 1000
+    part = {"type": "Replace", "pattern": {"\0\x1b": "a"}, "content": ""}
+    with pytest.raises(TokenizerError) as refusal:
+        Tokenizer(with_part(tmp_path, "normalizer", part))
+    assert str(refusal.value).isprintable()

@@ -586,3 +586,129 @@ def test_loading_holds_little_more_than_the_weights(shape, stored, tmp_path):
     ratio = printed(MEASURE, big, small) / weights_bytes
     print(f"{shape}, {stored} on disk: {ratio:.3f} times the weights")
     assert 0.95 < ratio <= 1.25
+
+
+# --- hostile files -------------------------------------------------------------------------------
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize("place", [pipe, device, loop])
+def test_what_is_no_file_is_named_and_not_waited_for(name, place, tmp_path):
+    directory = write(tmp_path / "model", GPT2, tensors_of(GPT2))
+    (directory / "model.safetensors").rename(directory / "other.safetensors")
+    place(directory / name)
+    assert str(directory / name) in refusal(directory)
+
+
+@pytest.mark.parametrize("place", [pipe, device, loop])
+def test_a_shard_that_is_no_file_is_named_and_not_waited_for(place, shards):
+    (shards / "model-1-of-2.safetensors").unlink()
+    place(shards / "model-1-of-2.safetensors")
+    assert str(shards / "model-1-of-2.safetensors") in refusal(shards)
+
+
+@pytest.mark.parametrize(
+    "name", ["a" * 5000 + ".safetensors", "\0.safetensors", "\ud800.safetensors", "x.bin", "model"]
+)
+def test_a_shard_of_a_name_that_no_file_has_is_refused(name, shards):
+    write_index(shards, dict.fromkeys(tensors_of(GPT2), name))
+    words = refusal(shards)
+    assert "index.json" in words and len(words) < 1000
+    assert words.isprintable()
+
+
+def test_pickles_beside_the_weights_are_never_opened(checkpoint, monkeypatch):
+    """Nor is a module that auto_map names: whoever opens one of them fails here."""
+    for name in ("pytorch_model.bin", "x.pt", "evil.py", "pytorch_model.bin.index.json"):
+        os.mkfifo(checkpoint / name)
+    raw = json.loads((checkpoint / "config.json").read_text())
+    raw |= {"auto_map": {"AutoModelForCausalLM": "evil.Model"}, "trust_remote_code": True}
+    (checkpoint / "config.json").write_text(json.dumps(raw))
+    before = set(sys.modules)
+    assert load_hf(checkpoint, device="cpu").config.vocab_size == 31
+    assert "evil" not in set(sys.modules) - before
+
+
+def test_links_are_followed_as_in_the_hubs_cache(family, checkpoint, tmp_path):
+    """snapshots/COMMIT holds links to ../../blobs/HASH; a user's own link may lead anywhere."""
+    blobs, snapshot = tmp_path / "hub" / "blobs", tmp_path / "hub" / "snapshots" / "c0ffee"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for n, path in enumerate(sorted(checkpoint.iterdir())):
+        (blobs / str(n)).write_bytes(path.read_bytes())
+        (snapshot / path.name).symlink_to(Path("../../blobs") / str(n))
+    linked, plain = parameters(load_hf(snapshot, device="cpu")), parameters(load_hf(checkpoint))
+    assert all(torch.equal(tensor, plain[at]) for at, tensor in linked.items())
+
+
+def test_a_name_that_stands_twice_in_a_header_is_refused(tmp_path):
+    """One reader takes the first of two, another the last."""
+    directory = write(tmp_path / "model", LLAMA, tensors_of(LLAMA))
+    path = directory / "model.safetensors"
+    (length,) = struct.unpack("<Q", (data := path.read_bytes())[:8])
+    text, body = data[8 : 8 + length].decode().rstrip(), data[8 + length :]
+    entry = json.dumps(json.loads(text)["model.layers.0.mlp.gate_proj.weight"])
+    text = text[:-1] + f', "model.layers.0.mlp.gate_proj.weight": {entry}}}'
+    path.write_bytes(header(text.encode()) + body)
+    words = refusal(directory)
+    assert str(path) in words and "a whole safetensors file" in words
+
+
+def test_a_name_that_cannot_be_printed_is_escaped(tmp_path):
+    tensors = tensors_of(GPT2) | {"\x1b[2J\0" + "x" * 9999: torch.zeros(2)}
+    words = refusal(write(tmp_path / "model", GPT2, tensors))
+    assert r"unexpected: \x1b[2J\x00xxx" in words
+    assert len(words) < 1000 and words.replace("\n", "").isprintable()
+
+
+HUGE = {
+    "layers": (GPT2, {"n_layer": 2**31 - 1}, "it has at least"),
+    "a width": (GPT2, {"n_embd": 2**28}, "misshapen"),
+    "a vocabulary": (LLAMA, {"vocab_size": 2**31 - 1, "hidden_size": 2**31 - 1}, "2147483647 x"),
+    "a head": (LLAMA, {"head_dim": 2**31 - 2, "hidden_size": 2**31 - 1}, "the weights are not"),
+    "an mlp": (LLAMA, {"intermediate_size": 2**31 - 1}, "misshapen"),
+    "learned positions": (GPT2, {"n_positions": 2**31 - 1}, "misshapen: transformer.wpe.weight"),
+}
+
+
+@pytest.mark.parametrize("case", HUGE)
+def test_a_config_that_asks_for_the_impossible_is_refused_at_once(case, tmp_path):
+    raw, change, words = HUGE[case]
+    said = refusal(write(tmp_path / "model", raw | change, tensors_of(raw)))
+    assert "the weights are not those of its config.json" in said
+    assert words in said
+
+
+@pytest.mark.parametrize("positions", [2**25, 2**31 - 1])
+def test_a_table_of_rope_beyond_all_proportion_is_refused(positions, tmp_path):
+    """Nothing in the weights says how long it is; a gigabyte for a file of 9 kB is no model."""
+    raw = LLAMA | {"max_position_embeddings": positions}
+    directory = write(tmp_path / "model", raw, tensors_of(LLAMA))
+    with pytest.raises(ConfigError, match=f"config.json: max_position_embeddings is {positions}"):
+        load_hf(directory, device="cpu")
+
+
+def test_the_bound_of_ropes_table_is_the_larger_of_two(tmp_path, monkeypatch):
+    monkeypatch.setattr(weights, "TABLE_BYTES", 16 * 6 * 4)
+    assert load_hf(write(tmp_path / "a", LLAMA, tensors_of(LLAMA)), device="cpu")
+    floats = sum(tensor.numel() for tensor in tensors_of(LLAMA).values())
+    for positions, fits in ((floats // 6, True), (floats // 6 + 1, False)):
+        raw = LLAMA | {"max_position_embeddings": positions}
+        directory = write(tmp_path / str(positions), raw, tensors_of(LLAMA))
+        if fits:
+            assert load_hf(directory, device="cpu").config.max_positions == positions
+        else:
+            with pytest.raises(ConfigError, match="max_position_embeddings"):
+                load_hf(directory, device="cpu")

@@ -11,7 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from spindle.config import ModelConfig, read_json
-from spindle.errors import CheckpointError, RequestError, shown
+from spindle.errors import CheckpointError, ConfigError, RequestError, brief, shown
 from spindle.kernels import Weight, native_sampling, pack
 from spindle.model.gpt2 import GPT2
 from spindle.model.layers import Model, Source
 from spindle.model.llama import Llama
+from spindle.paths import why_no_file
 
 FAMILIES: dict[str, type[GPT2] | type[Llama]] = {"gpt2": GPT2, "llama": Llama}
 FAMILIES |= dict.fromkeys(("mistral", "qwen2", "qwen3"), Llama)
@@ -32,6 +35,7 @@ FAMILIES |= dict.fromkeys(("mistral", "qwen2", "qwen3"), Llama)
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 DTYPES |= {"float16": torch.float16, "bfloat16": torch.bfloat16}
 STORED = ("F64", "F32", "F16", "BF16")  # safetensors' names of what we convert from
+TABLE_BYTES = 2**29  # of RoPE's table: a model with smaller weights than that may have this much
 
 
 def load_hf(
@@ -66,7 +70,8 @@ def load(
     """Build the model of `config` from the safetensors files of `directory`."""
     family = FAMILIES[config.model_type]
     checkpoint = Checkpoint(directory, config, family.prefix, family.buffers)
-    checkpoint.check(wishes(config))
+    checkpoint.check(wishes(config, checkpoint))
+    checkpoint.check_positions()
     if device.type == "cpu" and dtype == torch.float32:
         native_sampling.available()  # compiled now, if it must be, and not at the first token
     model = family(config, checkpoint.reader(dtype, device, quantize))
@@ -126,14 +131,14 @@ class Checkpoint:
                 name = stored.removeprefix(prefix)
                 if name.endswith(buffers):
                     continue
+                where = f"{path}: {brief(stored)} is"
                 if name in self.files:
                     raise CheckpointError(
-                        f"{path}: {stored} is in {self.files[name][0].name} too; expected once"
+                        f"{where} in {self.files[name][0].name} too; expected once"
                     )
                 if kind not in STORED:
-                    raise CheckpointError(
-                        f"{path}: {stored} is stored as {kind}; expected one of {', '.join(STORED)}"
-                    )
+                    known = ", ".join(STORED)
+                    raise CheckpointError(f"{where} stored as {kind}; expected one of {known}")
                 self.files[name], self.shapes[name] = (path, stored), shape
 
     def check(self, wanted: Wishes) -> None:
@@ -150,20 +155,33 @@ class Checkpoint:
         ]
         for name, shape in self.shapes.items():
             path, stored = self.files[name]
+            there, found = brief(stored), f"{brief(list(shape))} in {path.name}"
             if name not in shapes:
-                faults.append(f"unexpected: {stored} {list(shape)} in {path.name}")
+                faults.append(f"unexpected: {there} {found}")
             elif shape != shapes[name]:
-                faults.append(
-                    f"misshapen: {stored} is {list(shape)} in {path.name}, "
-                    f"expected {list(shapes[name])}"
-                )
+                faults.append(f"misshapen: {there} is {found}, expected {list(shapes[name])}")
         if faults:
-            listed = "\n  ".join(
-                faults[:20] + [f"and {len(faults) - 20} more"] * (len(faults) > 20)
-            )
-            raise CheckpointError(
-                f"{self.directory}: the weights are not those of its config.json "
-                f"({self.config.model_type}):\n  {listed}"
+            more = [f"and {len(faults) - 20} more"] * (len(faults) > 20)
+            raise self.misfit("\n  ".join([":", *faults[:20], *more]))
+
+    def misfit(self, words: str) -> CheckpointError:
+        """The error for weights of another model than that of config.json."""
+        return CheckpointError(
+            f"{self.directory}: the weights are not those of its config.json "
+            f"({self.config.model_type}){words}"
+        )
+
+    def check_positions(self) -> None:
+        """No file holds RoPE's table: a length out of all proportion to the weights is refused."""
+        rope, positions = self.config.rope, self.config.max_positions
+        table_bytes = positions * self.config.head_dim * 4  # cos and sin of D/2 angles in float32
+        weights_bytes = 4 * sum(map(math.prod, self.shapes.values()))
+        if rope is not None and table_bytes > max(TABLE_BYTES, weights_bytes):
+            raise ConfigError(
+                f"{self.directory / 'config.json'}: max_position_embeddings is {positions}; "
+                f"its table of RoPE takes {table_bytes / 1e9:,.1f} GB, for "
+                f"{weights_bytes / 1e9:,.1f} GB of weights; expected is no more than those, or "
+                f"{TABLE_BYTES / 1e9:.1f} GB"
             )
 
     def reader(
@@ -209,24 +227,39 @@ class Reader(Source):
 
 
 class Wishes(Source):
-    """A Source that has nothing: it writes down what a model asks for."""
+    """A Source that has nothing: it writes down what a model asks for.
 
-    def __init__(self) -> None:
+    Asked for many more tensors than the `held` checkpoint has, or for one larger than any
+    file, it raises that checkpoint's CheckpointError: config.json may ask for anything.
+    """
+
+    def __init__(self, held: Checkpoint | None = None) -> None:
+        self.held = held
         super().__init__(torch.float32, torch.device("meta"))
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.pair: tuple[str, ...] = ()  # the two names that may stand for one tensor
 
     def fill(self, out: Tensor, name: str) -> None:
         self.shapes[name] = tuple(out.shape)
+        if self.held and len(self.shapes) > 2 * len(self.held.shapes) + 1000:
+            asked, held = len(self.shapes), len(self.held.shapes)
+            raise self.held.misfit(f": it has at least {asked} tensors, and the files hold {held}")
+
+    def _empty(self, *shape: int) -> Tensor:
+        if self.held and math.prod(shape) >= 2**60:  # bytes and strides are counted in 64 bits
+            raise self.held.misfit(f": it has a tensor of {' x '.join(map(str, shape))} numbers")
+        return super()._empty(*shape)
 
     def embeddings(self, embed: str, head: str, rows: int, width: int) -> tuple[Tensor, Weight]:
         self.pair = (embed, head)
         return super().embeddings(embed, head, rows, width)
 
 
-def wishes(config: ModelConfig) -> Wishes:
+def wishes(config: ModelConfig, held: Checkpoint | None = None) -> Wishes:
     """Names and shapes of the weights that a model of this config has, embedding and head both."""
-    source = Wishes()
+    source = Wishes(held)
+    if config.rope is not None:  # no weight depends on it, and its table takes memory
+        config = replace(config, max_positions=1)
     FAMILIES[config.model_type](config, source)
     return source
 
@@ -289,9 +322,9 @@ def random_model(
 def _weight_files(directory: Path) -> list[Path]:
     """The safetensors file of a directory, or the shards that its index names."""
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
-    if single.exists():
+    if os.path.lexists(single):
         return [single]
-    if index.exists():
+    if os.path.lexists(index):
         return _shards(index)
     pickles = sorted(p.name for p in directory.glob("*.bin"))
     hint = f"; {pickles[0]} is a pickle, which can run code: not loaded" if pickles else ""
@@ -304,31 +337,49 @@ def _shards(index: Path) -> list[Path]:
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise CheckpointError(f"{index}: no weight_map; expected tensor name -> file name")
-    shards = sorted({str(name) for name in names.values()})
+    shards = sorted({shown(name) if not isinstance(name, str) else name for name in names.values()})
     for shard in shards:
         if Path(shard).name != shard or shard in ("", ".."):
-            raise CheckpointError(f"{index}: shard {shard!r} is a path; expected a file beside it")
-        if not (index.parent / shard).exists():
-            raise CheckpointError(f"{index.parent / shard}: not found, but {index.name} names it")
+            raise CheckpointError(
+                f"{index}: shard {shown(shard)} is a path; expected a file beside it"
+            )
+        if not shard.endswith(".safetensors"):  # a pickle, for one
+            raise CheckpointError(f"{index}: shard {shown(shard)}; expected a *.safetensors file")
+        if why := why_no_file(index.parent / shard):
+            path = brief(index.parent / shard)
+            raise CheckpointError(f"{path}: not found, but {index.name} names it ({why})")
     held = {name for shard in shards for name in _header(index.parent / shard)}
     absent = sorted(set(names) - held)
     if absent:
-        raise CheckpointError(f"{index}: names tensors that no shard holds: {', '.join(absent)}")
+        some = ", ".join(map(brief, absent[:10])) + f", and {len(absent) - 10} more" * (
+            len(absent) > 10
+        )
+        raise CheckpointError(f"{index}: names tensors that no shard holds: {some}")
     return [index.parent / shard for shard in shards]
 
 
 def _header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     """name -> (shape, dtype) of a safetensors file; opening it shows that it is whole."""
     try:
+        if why := why_no_file(path):
+            raise OSError(why)
         with safe_open(path, framework="pt"):
             pass
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
-            entries = json.loads(file.read(length))
+            entries = json.loads(file.read(length), object_pairs_hook=_no_name_twice)
     except (SafetensorError, OSError, ValueError, struct.error) as cause:
         raise CheckpointError(
             f"{path}: expected a whole safetensors file, but it is cut off or damaged "
-            f"({cause}); bring it again"
+            f"({brief(cause)}); bring it again"
         ) from None
     entries.pop("__metadata__", None)
     return {name: (tuple(e["shape"]), e["dtype"]) for name, e in entries.items()}
+
+
+def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The format allows a name once; of two, readers take different ones."""
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        raise ValueError("a name stands twice in its header")
+    return entries
