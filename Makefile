@@ -15,7 +15,7 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c c
 NEEDS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lab notebooks book bench fetch doctor clean
+.PHONY: help run test lab notebooks book bench matrix museum fuzz soak fetch doctor clean
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -45,6 +45,19 @@ book: $(VENV)/.dev ## build the book into book/_build/html
 bench: $(VENV)/.dev ## this engine beside the others that are installed
 	@$(PY) -m spindle fetch $(MODEL)
 	@$(PY) -m spindle bench peers -m $(MODEL)
+
+matrix: $(VENV)/.dev ## what is proven, with new random schedules, for an hour
+	@OMP_NUM_THREADS=1 $(PY) tests/matrix/run.py --long
+
+museum: $(VENV)/.dev ## plant every fault of the museum, and see who notices
+	@OMP_NUM_THREADS=1 $(PY) tests/museum/run.py
+
+fuzz: $(VENV)/.dev ## 2,000 damaged files and 5,000 hostile calls
+	@OMP_NUM_THREADS=1 $(PY) tests/fuzz/files.py --count 2000
+	@OMP_NUM_THREADS=1 $(PY) tests/fuzz/calls.py --count 5000
+
+soak: $(VENV)/.dev ## 20,000 requests of all kinds through small pools
+	@OMP_NUM_THREADS=1 $(PY) tests/fuzz/soak.py --count 20000
 
 fetch: $(VENV)/.base ## bring smollm2 into the cache, once
 	@$(PY) -m spindle fetch smollm2

@@ -691,7 +691,7 @@ def test_64_mixed_prompts_in_a_third_of_their_need_are_each_what_it_is_alone():
 
 
 def test_arrival_is_when_it_was_added_however_long_it_waits():
-    """B98: of two who come together, the one who waits for the seat has been there as long."""
+    """B93, B98: of two who come together, the one who waits for the seat was there as long."""
     clock = HandClock()
     llm = engine(max_seqs=1, clock=clock)
     params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
@@ -699,8 +699,9 @@ def test_arrival_is_when_it_was_added_however_long_it_waits():
     while llm.has_unfinished:
         clock.now += 1
         ended |= {out.request_id: out.metrics for out in llm.step() if out.finished}
-    times = [(ended[n].arrival, ended[n].scheduled, ended[n].first_token) for n in names]
-    assert times == [(0, 1, 1), (0, 5, 5)]
+    its = (ended[name] for name in names)
+    times = [(m.arrival, m.scheduled, m.first_token, m.last_token, m.finished) for m in its]
+    assert times == [(0, 1, 1, 4, 4), (0, 5, 5, 8, 8)]
 
 
 # --- threads -------------------------------------------------------------------------------------

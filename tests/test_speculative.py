@@ -1115,3 +1115,16 @@ def test_a_bad_guess_ends_the_stream_and_not_the_engine():
         list(stream)
     assert stream.stats.finish_reason == "error" and stream.stats.new_tokens == 5
     check_same(Engine(model), speculator, PROMPT, 20, **GREEDY)
+
+
+def test_a_round_has_no_more_rows_than_tokens_to_come():
+    """B37: of a drafter that is always right, and would go on: what is not wanted is not asked."""
+    known = greedy_text(MODELS["llama"], 20)
+    for most in range(2, 8):
+        model, to_come, rows = Passes(MODELS["llama"]), most - 1, []
+        Speculator(Engine(model), Told(known), 5, adaptive_k=False).generate(PROMPT, most, **GREEDY)
+        for size in model.sizes[1:]:
+            rows.append((size, to_come))
+            to_come -= size
+        assert to_come == 0 and all(size <= wanted for size, wanted in rows), rows
+        assert most == 2 or rows[0][0] > 1

@@ -612,3 +612,13 @@ def test_a_model_that_is_too_short_is_refused(
     traffic.write_random(SMALL | {"n_positions": 255}, tmp_path)
     assert cli.main(["bench", "traffic", "-m", str(tmp_path)]) == 2
     assert "the model has 255 positions; expected 256 or more" in capsys.readouterr().err
+
+
+def test_b92_tokens_that_come_together_are_all_in_the_peak() -> None:
+    """B92: 1, 3 and 1 tokens, all in the second half of 1.4 s: the peak is twice the average."""
+    clock = Clock()
+    llm: Any = Drafting(clock)
+    served = serve(llm, requests((1, 5, 0.0)), clock, clock.sleep)
+    run = replace(served, steps=[Step(5, 0, 1, 0.0, 1.4)])
+    assert run.bins() == ([0, 5], pytest.approx(0.7))
+    assert run.summary()["peak_tok_s"] == pytest.approx(2 * run.summary()["useful_tok_s"])

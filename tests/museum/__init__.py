@@ -1,0 +1,1 @@
+"""The fault museum: faults that real engines had, each planted here in one line, and caught."""

@@ -1,0 +1,29 @@
+"""All faults, by kind and in the order of the page."""
+
+from museum import (
+    cache,
+    detokenize,
+    graphs,
+    inputs,
+    kernels,
+    loading,
+    sampling,
+    scheduler,
+    speculation,
+    stats,
+)
+from museum.fault import Fault
+
+KINDS: dict[str, list[Fault]] = {
+    "Memory": cache.FAULTS,
+    "Who runs": scheduler.FAULTS,
+    "The model in the file": loading.FAULTS,
+    "The next token": sampling.FAULTS,
+    "Guessing ahead": speculation.FAULTS,
+    "Text": detokenize.FAULTS,
+    "What is recorded": graphs.FAULTS,
+    "Kernels": kernels.FAULTS,
+    "The clock": stats.FAULTS,
+    "At the door": inputs.FAULTS,
+}
+FAULTS = [fault for faults in KINDS.values() for fault in faults]
