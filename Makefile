@@ -46,8 +46,8 @@ bench: $(VENV)/.dev ## this engine beside the others that are installed
 	@$(PY) -m spindle fetch $(MODEL)
 	@$(PY) -m spindle bench peers -m $(MODEL)
 
-matrix: $(VENV)/.dev ## what is proven, with new random schedules, for an hour
-	@OMP_NUM_THREADS=1 $(PY) tests/matrix/run.py --long
+matrix: $(VENV)/.dev ## every feature against references that know none of it; MINUTES=60 for long
+	@OMP_NUM_THREADS=1 $(PY) tests/matrix/run.py $(if $(MINUTES),--long $(MINUTES))
 
 museum: $(VENV)/.dev ## plant every fault of the museum, and see who notices
 	@OMP_NUM_THREADS=1 $(PY) tests/museum/run.py
