@@ -427,7 +427,8 @@ def test_the_verdict_says_where_drafts_win_and_lose() -> None:
     ]
     assert spec_tables.verdict(rows) == (
         "Quoting: wins, 1.50 (k 3) to 2.25 times as fast (k ≤8). "
-        "Prose: wins, 1.10 times as fast (k ≤8); loses, 1.0% (k 3) to 12.5% slower (k 8)."
+        "Prose: wins, 1.10 times as fast (k ≤8); loses, 12.5% slower (k 8); "
+        "neither wins nor loses more than 2% (k 3)."
     )
 
 

@@ -11,6 +11,7 @@ import random
 import shutil
 import signal
 import sys
+import time
 from collections import Counter
 from dataclasses import replace
 
@@ -1261,3 +1262,66 @@ def test_a_draft_model_of_fewer_positions_drafts_as_far_as_they_go(length):
         return
     (output,) = llm.generate([list(prompt)], GREEDY)
     assert_same(output, plain("llama", prompt, GREEDY))
+
+
+# --- drafters that misbehave ---------------------------------------------------------------------
+
+
+class Meddler(Drafter):
+    """Writes into what it is given."""
+
+    def propose(self, ids, k):
+        ids += [ids[-1]] * k
+        return ids[-k:]
+
+
+class Fails(Drafter):
+    """Cannot go on with one prompt, and guesses nothing for any other."""
+
+    def propose(self, ids, k):
+        if ids[0] == 5:
+            raise ValueError("no idea")
+        return []
+
+
+class Slow(Drafter):
+    def propose(self, ids, k):
+        time.sleep(0.003)
+        return [0] * k
+
+
+GREEDY_6 = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+
+
+def test_a_drafter_cannot_write_into_an_answer():
+    plain = LLM(MODELS["llama"], num_blocks=20).generate([[1, 2]], GREEDY_6)
+    with_it = LLM(MODELS["llama"], num_blocks=20, speculate=Meddler(), k=2, adaptive_k=False)
+    assert with_it.generate([[1, 2]], GREEDY_6)[0].outputs[0].token_ids == (
+        plain[0].outputs[0].token_ids
+    )
+    ids, _ = speculative.generate(
+        Engine(MODELS["llama"]), Meddler(), [1, 2], k=2, max_new_tokens=6, temperature=0
+    )
+    assert ids == plain[0].outputs[0].token_ids
+
+
+def test_a_drafter_that_fails_names_its_request_and_the_others_go_on_without_it():
+    """B22: nothing was run, so the one can be aborted."""
+    llm = LLM(MODELS["llama"], num_blocks=20, speculate=Fails())
+    bad, good = llm.add([5], GREEDY_6), llm.add([1, 2], GREEDY_6)
+    llm.step()  # the prompts: nothing is drafted yet
+    for _ in range(2):
+        with pytest.raises(RequestError, match=rf"'{bad}': Fails failed \(ValueError: no idea\)"):
+            llm.step()
+    assert llm.abort(bad).outputs[0].finish_reason == "abort"
+    outputs = {}
+    while llm.has_unfinished:
+        outputs |= {o.request_id: o for o in llm.step()}
+    assert len(outputs[good].outputs[0].token_ids) == 6 and llm.stats["blocks_held"] == 0
+
+
+def test_the_time_of_guesses_is_the_time_of_drafting():
+    llm = LLM(MODELS["llama"], num_blocks=20, speculate=Slow(), adaptive_k=False)
+    (output,) = llm.generate([[1, 2]], GREEDY_6)
+    counts = output.metrics.speculation
+    assert counts.draft_s >= 0.003 * (counts.passes - 1) > 0

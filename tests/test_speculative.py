@@ -1128,3 +1128,14 @@ def test_a_round_has_no_more_rows_than_tokens_to_come():
             to_come -= size
         assert to_come == 0 and all(size <= wanted for size, wanted in rows), rows
         assert most == 2 or rows[0][0] > 1
+
+
+def test_nan_behind_a_mask_is_no_distribution_for_drawn_drafts_either():
+    """As in `sample`: min_tokens masks the end of an answer, and what is broken there too."""
+    params = SamplingParams(seed=0, max_tokens=9, min_tokens=3)
+    rows = SamplingRows.of([params], prefixes=[Prefix([1])], eos_ids=(0,), vocab_size=4)
+    draft = Draft(torch.tensor([2]), torch.tensor([[0.0, 0.0, 1.0, 0.0]]))
+    for first, sound in ((0.5, True), (torch.nan, False), (torch.inf, False)):
+        logits = torch.tensor([[first, 0.1, 0.2, 0.3]])
+        token = verified(logits, rows, torch.tensor([1]), draft)
+        assert (token >= 0).item() == sound == (sample(logits, rows, torch.tensor([1])) >= 0).item()

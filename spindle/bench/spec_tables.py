@@ -9,11 +9,13 @@ from typing import Any
 from spindle.bench import machine, report
 
 WIDTH = 98
+NOISE = 0.02  # a gain that is no larger is none: turns differ by as much
 COLUMNS = ["text", "k", "plain", "spec", "gain", "predicted", "v=1", "kept", "a pass", "passes"]
 COLUMNS += ["rows", "draft", "same"]
 LEGEND = (
-    "k: drafts in every round that has any; ≤k: as many as pay. plain, spec: tokens a second "
-    "after the first. gain: their ratio, median of the turns. predicted: the same by the law "
+    "k: drafts in every round that has any (k halved, at the end, where fewer fit); ≤k: as many as "
+    "pay. plain, spec: tokens a second after the first. gain: the median of the turns' ratios. "
+    "predicted: the same by the law "
     "below; v=1: by the textbook's. kept: of the drafts that were judged. a pass: tokens. rows: "
     "drafts that went through the model. draft: share of the time. same: whether the tokens are "
     "those of plain decoding (n/a: drafts are drawn, and the distribution is the same)."
@@ -101,14 +103,17 @@ def _partings(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> str:
-    """Where drafts win and where they lose, text by text, by how much."""
+    """Where drafts win and where they lose, text by text, by how much; within NOISE, neither."""
     parts = []
     for text in _texts(rows):
         ranked = sorted((r for r in rows if r["text"] == text), key=lambda r: r["speedup"])
-        won = [(f"{r['speedup']:.2f}", _k(r)) for r in ranked if r["speedup"] > 1]
-        lost = [(f"{1 - r['speedup']:.1%}", _k(r)) for r in ranked[::-1] if r["speedup"] <= 1]
+        won = [(f"{r['speedup']:.2f}", _k(r)) for r in ranked if r["speedup"] > 1 + NOISE]
+        falling, most = ranked[::-1], 1 - NOISE
+        lost = [(f"{1 - r['speedup']:.1%}", _k(r)) for r in falling if r["speedup"] < most]
+        even = [_k(r) for r in ranked if most <= r["speedup"] <= 1 + NOISE]
         said = [f"wins, {_span(won, 'times as fast')}"] if won else []
         said += [f"loses, {_span(lost, 'slower')}"] if lost else []
+        said += [f"neither wins nor loses more than {NOISE:.0%} (k {', '.join(even)})"] * bool(even)
         parts.append(f"{text.capitalize()}: {'; '.join(said)}.")
     return " ".join(parts)
 

@@ -42,6 +42,8 @@ class Draft(NamedTuple):
 class Drafter:
     """Guesses what follows in a sequence. To make one of your own, define `propose`."""
 
+    only_reads = False  # whether `propose` is known to leave its ids alone
+
     def propose(self, ids: Sequence[int], k: int) -> Sequence[int]:
         """Up to k ids that may follow these, the prompt among them; none: no guess.
 
@@ -71,8 +73,9 @@ class Drafter:
 
     def guesses(self, ids: Sequence[int], k: int, target: Model) -> list[int]:
         """What was proposed, k at most. RequestError: something is no id of the target's."""
+        given = ids if self.only_reads else list(ids)  # which are the answer itself
         try:
-            return check_ids(self.propose(ids, k), target.config.vocab_size)[:k]
+            return check_ids(self.propose(given, k), target.config.vocab_size)[:k]
         except RequestError as error:
             raise RequestError(f"{type(self).__name__}: proposed {error}") from None
 
@@ -86,6 +89,8 @@ class NgramDrafter(Drafter):
     there are k of them or none. Each token is indexed once, when it arrives: what a guess costs
     does not depend on how many came before.
     """
+
+    only_reads = True
 
     def __init__(self, longest: int = 4, shortest: int = 2) -> None:
         self.shortest = check_count("shortest", shortest)

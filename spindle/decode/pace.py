@@ -40,7 +40,7 @@ def levels(k: int) -> list[int]:
 class Pace:
     """The number of drafts of one sequence, round by round: ask for `next`, then `note` what came.
 
-    cost: of a draft, in passes of the target over one row. adaptive False: as many as there may be.
+    cost: of a draft, in passes of the target over one row. adaptive False: the most that fit.
     """
 
     def __init__(self, k: int, cost: float = 0.0, adaptive: bool = True) -> None:

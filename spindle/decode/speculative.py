@@ -79,7 +79,8 @@ def verified(logits: Tensor, rows: SamplingRows, position: Tensor, draft: Draft)
     p = probabilities(logits, rows)
     u_accept, u = draw(rows, position, ACCEPT), draw(rows, position, SAMPLE)
     tokens = judged(p, draft.probs, draft.ids, u_accept, u)
-    return torch.where(p.sum(dim=-1).isfinite(), tokens, -1)
+    sound = p.sum(dim=-1).isfinite() & logits.amax(dim=-1).isfinite()  # a mask may have covered it
+    return torch.where(sound, tokens, -1)
 
 
 def accepted(tokens: Tensor, drafts: Tensor) -> Tensor:

@@ -26,12 +26,18 @@ class DeltaStream(Iterator[Delta]):
         """Whom the engine lets in."""
         return self._llm.one_thread
 
-    @by_one_thread
     def __next__(self) -> Delta:
+        if not self._ready:
+            self._go_on()
+        if not self._ready:
+            raise StopIteration
+        return self._ready.popleft()
+
+    @by_one_thread
+    def _go_on(self) -> None:
+        """Step until there is something new, or all has been said."""
         watched = self._llm._watched
-        while not self._ready:
-            if not self._open:
-                raise StopIteration
+        while self._open and not self._ready:
             output = watched[self._name]
             if output is None:
                 self._llm._advance()
@@ -41,7 +47,6 @@ class DeltaStream(Iterator[Delta]):
             if output.finished:
                 del watched[self._name]
                 self._open = False
-        return self._ready.popleft()
 
     def __enter__(self) -> DeltaStream:
         return self

@@ -7,6 +7,7 @@ lie in the block where the target's do.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from typing import NamedTuple
@@ -49,6 +50,7 @@ class Drafting:
         self.model, self.k = model, k
         self._drafter, self._adaptive_k = drafter, adaptive_k
         self._cost = drafter.cost(model)
+        self._guessing_s = 0.0  # since the last step
 
     def wanted(self, sequence: Sequence, most: int) -> int:
         """How many drafts its next step has, `most` at most. Changes its `drafts`."""
@@ -59,9 +61,25 @@ class Drafting:
         return len(sequence.drafts)
 
     def _guesses(self, sequence: Sequence, k: int) -> list[int]:
+        start = time.perf_counter()
         if sequence.drafter is None:
             sequence.drafter = self._drafter.begin()
-        return sequence.drafter.guesses(sequence.ids, k, self.model)
+        try:
+            return sequence.drafter.guesses(sequence.ids, k, self.model)
+        except Exception as cause:
+            name, kind = type(sequence.drafter).__name__, type(cause).__name__
+            said = f"{kind}: {cause}" if not isinstance(cause, RequestError) else str(cause)
+            raise RequestError(
+                f"request {sequence.request.id!r}: {name} failed ({said}); nothing was run: abort "
+                "the request, or mend its drafter"
+            ) from cause
+        finally:
+            self._guessing_s += time.perf_counter() - start
+
+    def guessed_s(self) -> float:
+        """The seconds of all guesses since this was asked last."""
+        spent, self._guessing_s = self._guessing_s, 0.0
+        return spent
 
     def draft(self, chunks: Many[Chunk]) -> Drawn:
         """What is left to do when the step runs, before the target's pass; here nothing."""

@@ -226,7 +226,6 @@ class LLM:
             self._end_all(request, "abort")
             return self._close(request)
 
-    @by_one_thread
     def step(self) -> list[RequestOutput]:
         """Run the model once; returns the requests that gained tokens or ended, each as a whole.
 
@@ -236,18 +235,18 @@ class LLM:
         """
         told: list[RequestOutput] = []
         try:
-            with held_back() as hold:
+            with held_back() as hold, self.one_thread:
                 self._run_once(hold)
                 told, self._held, self._news = self._held + self._news, [], []
             return told
-        except BaseException:  # nobody has been told
-            self._news = told + self._news
+        except BaseException:
+            if told:  # nobody has been told
+                self._news = told + self._news
             raise
 
-    @by_one_thread
     def _advance(self) -> list[RequestOutput]:
         """A step for one caller; what ended in it and is nobody's so far is held for `step`."""
-        with held_back() as hold:
+        with held_back() as hold, self.one_thread:
             self._run_once(hold)
             news, self._news = self._news, []
             self._held += [o for o in news if o.finished and o.request_id not in self._watched]

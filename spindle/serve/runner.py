@@ -83,7 +83,8 @@ class Runner:
         if drawn:
             tokens = self._judge(logits, tokens, rows, drawn)
         self._give(outputs, chunks, rows, logits, tokens)
-        self.seconds = Seconds(between - begun, time.perf_counter() - between)
+        guessed_s = 0.0 if self.drafting is None else self.drafting.guessed_s()
+        self.seconds = Seconds(guessed_s + between - begun, time.perf_counter() - between)
         return outputs
 
     def _are_decodes(self, chunks: tuple[Chunk, ...], rows: list[Sampled]) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from spindle.errors import RequestError
+from spindle.interrupts import held_back
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -39,11 +40,14 @@ G = TypeVar("G", bound=_Guarded)
 
 
 def by_one_thread(method: Callable[Concatenate[G, P], T]) -> Callable[Concatenate[G, P], T]:
-    """A method that a second thread may not call while the first is in one of its kind."""
+    """A method that a second thread may not call while the first is in one of its kind.
+
+    Ctrl-C waits while somebody is let in or out: else a thread might never be out.
+    """
 
     @functools.wraps(method)
     def guarded(self: G, *args: P.args, **kwargs: P.kwargs) -> T:
-        with self.one_thread:
+        with held_back() as hold, self.one_thread, hold.let_through():
             return method(self, *args, **kwargs)
 
     return guarded
