@@ -22,7 +22,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from spindle.errors import RequestError, TokenizerError, brief
+from spindle.errors import RequestError, TokenizerError, brief, shown
 from spindle.paths import why_no_file
 
 if TYPE_CHECKING:  # jinja2 takes 40 ms to import: only who renders waits for it
@@ -83,9 +83,9 @@ class ChatTemplates:
             )
         if template is None:
             template = WITH_TOOLS if has_tools and WITH_TOOLS in self.sources else DEFAULT
-        if template not in self.sources:
+        if not isinstance(template, str) or template not in self.sources:
             raise RequestError(
-                f"chat template {template!r}: {self.folder} has no template of that name; "
+                f"chat template {shown(template)}: {self.folder} has no template of that name; "
                 f"expected one of {', '.join(sorted(self.sources))}"
             )
         return template

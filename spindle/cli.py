@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 OUR_FAULT, USER_FAULT, INTERRUPTED, NO_READER = 1, 2, 130, 141  # shells count 128 + the signal
 
+LONGEST = 1000  # characters of an error: an option's value may be a whole file
+
 PROMPT = "The capital of France is"  # where none is given
 
 EXAMPLES = """examples:
@@ -110,7 +112,14 @@ def complain(message: str) -> None:
     """`spindle: error: ...` on stderr, the lines of the message joined to one."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     joined = "; ".join(lines).replace(":; ", ": ")
-    print(f"spindle: error: {joined}", file=sys.stderr)
+    print(f"spindle: error: {_for_a_terminal(joined)}", file=sys.stderr)
+
+
+def _for_a_terminal(words: str) -> str:
+    """The words without control characters; of very many, their beginning and their end."""
+    half = LONGEST // 2
+    cut = words if len(words) <= LONGEST else f"{words[:half]} ... {words[-half:]}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
 
 
 def say(text: str) -> None:

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,8 @@ def fetch(recipe: Recipe, show: bool) -> Path:
     target = place(recipe)
     try:
         if deep_flaw(target) is None:
+            if leftovers(target):
+                sweep(target)
             return target
         with exclusive(target, show), staging_beside(target) as staging:
             if deep_flaw(target) is not None:  # nobody built it while we waited
@@ -135,7 +137,7 @@ def fetch(recipe: Recipe, show: bool) -> Path:
 def exclusive(target: Path, show: bool) -> Iterator[None]:
     """Hold the lock of one name of the cache; say so when that means waiting."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(target.parent / f".{target.name}.lock")
+    lock = lock_of(target)
     try:
         lock.acquire(timeout=0)
     except Timeout:
@@ -151,13 +153,32 @@ def exclusive(target: Path, show: bool) -> Iterator[None]:
 @contextmanager
 def staging_beside(target: Path) -> Iterator[Path]:
     """A directory on the same disk, gone afterwards, as are those of processes that were killed."""
-    prefix = f".{target.name}.staging-"
-    for leftover in target.parent.glob(f"{prefix}*"):
+    for leftover in leftovers(target):
         shutil.rmtree(leftover, ignore_errors=True)
     with tempfile.TemporaryDirectory(
-        dir=target.parent, prefix=prefix, ignore_cleanup_errors=True
+        dir=target.parent, prefix=f".{target.name}.staging-", ignore_cleanup_errors=True
     ) as staging:
         yield Path(staging)
+
+
+def leftovers(target: Path) -> list[Path]:
+    """Staging directories beside the target; of dead processes, if we hold the lock."""
+    return list(target.parent.glob(f".{target.name}.staging-*"))
+
+
+def sweep(target: Path) -> None:
+    """Remove what a process left that was killed once its model was in place; not while one works.
+
+    In a cache that cannot be written they stay.
+    """
+    with suppress(OSError), lock_of(target).acquire(timeout=0):
+        for leftover in leftovers(target):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def lock_of(target: Path) -> FileLock:
+    """The lock of one name of the cache."""
+    return FileLock(target.parent / f".{target.name}.lock")
 
 
 def check_room(directory: Path, recipe: Recipe) -> None:

@@ -15,6 +15,7 @@ Encoding, and the file format, are the `tokenizers` library's.
 
 import codecs
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -191,10 +192,10 @@ def check_ids(ids: Iterable[Any], limit: int = ID_LIMIT, start: int = 0) -> list
     Takes Python, numpy and torch integers, and arrays and tensors of one dimension; refuses
     booleans and floats. Positions are counted from `start`.
     """
-    ids = ids.tolist() if hasattr(ids, "tolist") else ids
+    ids = _plain(ids)
     if not isinstance(ids, Iterable):
         raise RequestError(f"token ids: expected a list of integers, got {type(ids).__name__}")
-    values = [value.tolist() if hasattr(value, "tolist") else value for value in ids]
+    values = [_plain(value) for value in ids]
     for position, value in enumerate(values, start):
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < limit:
             raise RequestError(
@@ -202,6 +203,16 @@ def check_ids(ids: Iterable[Any], limit: int = ID_LIMIT, start: int = 0) -> list
                 f"expected an integer from 0 to {limit - 1}"
             )
     return values
+
+
+def _plain(ids: Any) -> Any:
+    """An array, a tensor, or one number of theirs as Python has it. RequestError: has none."""
+    if not hasattr(ids, "tolist"):
+        return ids
+    try:
+        return ids.tolist()
+    except Exception as cause:  # a tensor that has a shape and no data, for one
+        raise RequestError(f"token ids: {type(ids).__name__} without numbers ({cause})") from cause
 
 
 # The kinds of decoder: how each one spells a token in bytes.
@@ -271,9 +282,10 @@ def _spelling(decoder: tokenizers.decoders.Decoder | None, path: Path) -> Spelli
 
 def _folder(path_or_name: str | Path) -> Path:
     """A path is itself; a bare word is a name first, so that it means the model of that name."""
-    path = Path(str(path_or_name)).expanduser()  # what is neither is refused by `resolve`
-    if path.is_dir() and path.name != path_or_name:  # a Path, even of one word, equals no str
-        return path
+    if isinstance(path_or_name, str | Path):  # what is neither is refused by `resolve`
+        path = Path(path_or_name).expanduser()
+        if os.path.isdir(path) and path.name != path_or_name:  # a Path of one word equals no str
+            return path
     from spindle.hub import resolve  # only here: a directory needs no hub
 
     return resolve(path_or_name)

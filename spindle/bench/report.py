@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
+import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from spindle.errors import RequestError, SpindleError
+
+PART = ".spindle-part-"  # beside a file that is being written, and then the number of the process
+LEFTOVER_S = 3600  # one that is older is nobody's
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -44,9 +51,39 @@ def publish(result: object, text: str, file: Path | None) -> None:
     if file is None:
         return
     try:
-        file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write_whole(file, json.dumps(result, indent=2) + "\n")
     except OSError as cause:
         raise SpindleError(f"--json {file}: {cause.strerror or cause}") from None
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file so that it is at any moment what it was, or what it will be, and whole.
+
+    What is no ordinary file, such as a pipe, is written to as it is; so is a file in a directory
+    that takes no new ones. OSError: it cannot be written; then it is what it was.
+    """
+    target = file.resolve()  # a link stays one
+    part = target.with_name(f"{PART}{os.getpid()}")
+    if (target.exists() and not target.is_file()) or not os.access(target.parent, os.W_OK):
+        file.write_text(text, encoding="utf-8")
+        return
+    _sweep(target.parent)
+    try:
+        part.write_text(text, encoding="utf-8")
+        if target.exists():
+            shutil.copymode(target, part)
+        os.replace(part, target)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _sweep(directory: Path) -> None:
+    """Remove what processes that were killed had begun to write."""
+    for leftover in directory.glob(f"{PART}*"):
+        with suppress(OSError):  # somebody else sees to it
+            if time.time() - leftover.stat().st_mtime > LEFTOVER_S:
+                leftover.unlink()
 
 
 def disturbed(what: str) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spindle.decode.logprobs import TokenLogprobs, logprob_table
-from spindle.decode.params import SamplingParams
+from spindle.decode.params import SamplingParams, check_params
 from spindle.decode.penalties import Prefix
 from spindle.decode.rows import StaticRows
 from spindle.decode.run import Run
@@ -103,7 +103,7 @@ class Engine(StaticRows):
         self, ids: Iterable[int], params: SamplingParams, tokens: Tokens | None = None
     ) -> Stream:
         """Like `stream`, for parameters that are made already. RequestError: for more answers."""
-        self._check_single(params)
+        self._check_single(check_params(params))
         return next(self.streams(ids, params, tokens))
 
     def answers(self, ids: Iterable[int], params: SamplingParams) -> list[Answer]:
@@ -113,7 +113,7 @@ class Engine(StaticRows):
         likeliest are given, the likeliest first. Raises RequestError before anything runs,
         NumericsError if nothing can be sampled. Afterwards the engine holds the prompt.
         """
-        if not params.selects:
+        if not check_params(params).selects:
             return self._together(ids, params)
         summed = replace(params, n=params.samples, best_of=None, logprobs=params.logprobs or 0)
         answers = self._together(ids, summed)
@@ -129,7 +129,7 @@ class Engine(StaticRows):
         a function that runs it and returns the logits [1, V] that follow; by default, a step a
         token. RequestError, as `answers`, and for best_of > 1.
         """
-        params.check_stream("answers")
+        check_params(params).check_stream("answers")
         prompt, params = self._checked(ids), self._checked_params(params)
         make = self._tokens if tokens is None else tokens
         held: list[

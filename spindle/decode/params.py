@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import islice
 from numbers import Integral, Real
 from typing import Any
 
@@ -21,12 +22,23 @@ def check_prompt(ids: Iterable[int], vocab_size: int, most: int) -> list[int]:
     """The ids of a prompt as Python integers. RequestError: none, too many, or one out of range."""
     if isinstance(ids, str | bytes):
         raise RequestError("the prompt is text; expected token ids: encode it first")
+    if isinstance(ids, Iterator | range):  # there may be no end to it
+        ids = list(islice(ids, most + 1))
+        if len(ids) > most:
+            raise RequestError(f"the prompt has more than {most} tokens; at most {most} fit")
     prompt = check_ids(ids, vocab_size)
     if not prompt:
         raise RequestError("the prompt has no tokens; expected at least one")
     if len(prompt) > most:
         raise RequestError(f"the prompt has {len(prompt)} tokens; at most {most} fit")
     return prompt
+
+
+def check_params(params: object) -> SamplingParams:
+    """The parameters of a request. RequestError: something else was given."""
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"params: expected SamplingParams, got {type(params).__name__}")
+    return params
 
 
 def check_count(

@@ -52,7 +52,8 @@ class StaticRows:
         self.rows = check_count("rows", rows)
         if self.max_seq_len > limit:
             raise RequestError(
-                f"max_seq_len={max_seq_len}: the model has {model.config.positions_in_words()}"
+                f"max_seq_len={shown(max_seq_len)}: the model has "
+                f"{model.config.positions_in_words()}"
             )
         self._record: Callable[[Any], Body] | None = None
         self._fixed_shapes = False
@@ -360,6 +361,6 @@ class StaticRows:
         for length in lengths:
             if length + count > self.max_seq_len:
                 raise RequestError(
-                    f"the sequence is full: {length} of {self.max_seq_len} tokens, and {count} "
-                    "more to come"
+                    f"the sequence is full: {length} of {self.max_seq_len} tokens, and "
+                    f"{shown(count)} more to come"
                 )

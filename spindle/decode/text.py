@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from spindle.decode.detokenize import AnswerText
 from spindle.decode.logprobs import TokenLogprobs
-from spindle.decode.params import SamplingParams
+from spindle.decode.params import SamplingParams, check_params
 from spindle.decode.stats import Stats
 from spindle.decode.stream import Stream, Streams
 from spindle.tokenizer import Tokenizer
@@ -23,7 +23,7 @@ def stream_text(
     RequestError before anything runs. As with `Engine.stream`, one stream at a time.
     """
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-    stream = engine.stream_with(ids, replace(params, stop=None))
+    stream = engine.stream_with(ids, replace(check_params(params), stop=None))
     return TextStream(stream, AnswerText.of(tokenizer, stream.prompt_ids, params))
 
 
@@ -35,7 +35,7 @@ def stream_texts(
     The prompt is run once. Raises RequestError before anything runs.
     """
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-    streams = engine.streams(ids, replace(params, stop=None))
+    streams = engine.streams(ids, replace(check_params(params), stop=None))
     return (TextStream(s, AnswerText.of(tokenizer, s.prompt_ids, params)) for s in streams)
 
 

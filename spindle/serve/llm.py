@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from functools import partial
 from itertools import count
@@ -115,7 +115,7 @@ class LLM:
         check_count("max_model_len", self.max_model_len)
         if self.max_model_len > limit:
             words = model.config.positions_in_words()
-            raise RequestError(f"max_model_len={max_model_len}: the model has {words}")
+            raise RequestError(f"max_model_len={shown(max_model_len)}: the model has {words}")
         check_k(k)
         check_bool("adaptive_k", adaptive_k)
         check_bool("batch_invariant", batch_invariant)
@@ -180,6 +180,7 @@ class LLM:
         self.trace: deque[Plan] = deque(maxlen=trace)
 
     @property
+    @by_one_thread
     def has_unfinished(self) -> bool:
         """Whether a request is waiting or running."""
         self._drop_abandoned()
@@ -341,6 +342,9 @@ class LLM:
         """Answer one conversation, or several, written by the model's chat template."""
         if self.tokenizer is None:
             raise RequestError("chat: the model was given without a tokenizer")
+        if not isinstance(messages, Many) or isinstance(messages, str | bytes):
+            got = type(messages).__name__
+            raise RequestError(f"messages: expected a list of them, or of such lists, got {got}")
         one = bool(messages) and isinstance(messages[0], Mapping)
         talks: Any = [messages] if one else messages
         return self.generate([self.tokenizer.encode_chat(talk) for talk in talks], params)
@@ -377,6 +381,7 @@ class LLM:
         return self._run_to_the_end(queue)[0]
 
     @property
+    @by_one_thread
     def stats(self) -> dict[str, int]:
         """How things stand: sequences waiting and running, and the blocks of the pool.
 
@@ -627,11 +632,14 @@ def _is_one(prompts: Any) -> bool:
 
 
 def _as_list(prompts: Any) -> list[Any]:
-    if not isinstance(prompts, Iterable):
-        raise RequestError(f"prompts: expected a list of them, got {type(prompts).__name__}")
-    return list(prompts)
+    try:
+        return list(prompts)
+    except Exception as cause:  # no iterable, or one that cannot be read
+        got = type(prompts).__name__
+        raise RequestError(f"prompts: expected a list of them, got {got} ({cause})") from cause
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...], when: str = "") -> None:
-    if value not in choices:
-        raise RequestError(f"{name}={value!r}: expected {' or '.join(map(repr, choices))}{when}")
+    if not isinstance(value, str) or value not in choices:
+        right = f"expected {' or '.join(map(repr, choices))}{when}"
+        raise RequestError(f"{name}={shown(value)}: {right}")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import psutil
 import torch
 
-from spindle.errors import RequestError
+from spindle.errors import RequestError, shown
 from spindle.model.layers import Model
 
 
@@ -35,11 +35,13 @@ def check_memory(
     blocks = {here: num_blocks} | {cpu: host_blocks + num_blocks * (here == cpu)}
     for device, number in blocks.items():
         free = _free_bytes(device)
-        if (number + 1) * block_bytes > free:  # and the scratch block
+        size = number * block_bytes
+        if size + block_bytes > free:  # and the scratch block
+            wanted = f"{size / 1e9:.1f} GB" if size < 2**80 else "more than there is anywhere"
             raise RequestError(
-                f"{number} blocks of {block_bytes} bytes on the {device.type}: "
-                f"{number * block_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; lower "
-                "num_blocks, host_blocks or block_size"
+                f"{shown(number)} blocks of {shown(block_bytes)} bytes on the {device.type}: "
+                f"{wanted}, and {free / 1e9:.1f} GB are free; lower num_blocks, host_blocks or "
+                "block_size"
             )
 
 
