@@ -110,7 +110,7 @@ def _checked_message(message: Mapping[str, Any], position: int, expected: str) -
     if not isinstance(message, Mapping):
         raise RequestError(f"{where}: {expected}, got {type(message).__name__}")
     if not isinstance(message.get("role"), str):
-        raise RequestError(f"{where}: role {message.get('role')!r}; {expected}")
+        raise RequestError(f"{where}: role {shown(message.get('role'))}; {expected}")
     if "content" not in message and "tool_calls" not in message:
         raise RequestError(f"{where}: it has no content; {expected}")
     content = message.get("content")

@@ -94,7 +94,8 @@ class NgramDrafter(Drafter):
 
     def __init__(self, longest: int = 4, shortest: int = 2) -> None:
         self.shortest = check_count("shortest", shortest)
-        self.longest = check_count("longest", longest, self.shortest, f"shortest={shortest}")
+        words = f"shortest={shown(self.shortest)}"
+        self.longest = check_count("longest", longest, self.shortest, words)
         self._after: dict[tuple[int, ...], int] = {}  # n-gram: where what follows it stands
         self._indexed = 0  # ids whose n-grams before them are in there
 

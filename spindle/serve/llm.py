@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -95,9 +96,10 @@ class LLM:
     ) -> None:
         _check_choice("preemption", preemption, ("recompute", "swap"))
         _check_choice("policy", policy, ("continuous", "static"))
-        for name, value in (("block_size", block_size), ("max_seqs", max_seqs)):
-            check_count(name, value)
-        check_count("max_batch_tokens", max_batch_tokens, max_seqs, f"max_seqs={max_seqs}")
+        block_size = check_count("block_size", block_size)  # a plain integer, whatever it was
+        max_seqs = check_count("max_seqs", max_seqs)
+        words = f"max_seqs={shown(max_seqs)}"
+        max_batch_tokens = check_count("max_batch_tokens", max_batch_tokens, max_seqs, words)
         check_quantize(quantize)
         if isinstance(model, str | Path):
             directory = hub.resolve(model)
@@ -111,27 +113,27 @@ class LLM:
             raise RequestError(f"model={shown(model)}: {right}")
         self.model, self.tokenizer = model, tokenizer
         limit = model.config.max_positions
-        self.max_model_len = limit if max_model_len is None else max_model_len
-        check_count("max_model_len", self.max_model_len)
+        wanted = limit if max_model_len is None else max_model_len
+        self.max_model_len = check_count("max_model_len", wanted)
         if self.max_model_len > limit:
             words = model.config.positions_in_words()
             raise RequestError(f"max_model_len={shown(max_model_len)}: the model has {words}")
-        check_k(k)
+        k = check_k(k)
         check_bool("adaptive_k", adaptive_k)
         check_bool("batch_invariant", batch_invariant)
         drafter = drafter_for(speculate, model)
         if drafter is not None:
             _check_choice("policy", policy, ("continuous",), " where there are drafts")
             least = max_seqs * (1 + k)
-            words = f"{least}: max_seqs={max_seqs} times a token and k={k} drafts,"
+            words = f"{shown(least)}: max_seqs={shown(max_seqs)} times a token and k={k} drafts,"
             check_count("max_batch_tokens", max_batch_tokens, least, words)
         models = [model, *([drafter.engine.model] if isinstance(drafter, ModelDrafter) else [])]
         if num_blocks is None:
             num_blocks = default_blocks(models, block_size, max_seqs, self.max_model_len)
-        check_count("num_blocks", num_blocks)
+        num_blocks = check_count("num_blocks", num_blocks)
         if host_blocks is not None:
-            check_count("host_blocks", host_blocks, 0)
-        check_count("trace", trace, 0)
+            host_blocks = check_count("host_blocks", host_blocks, 0)
+        trace = check_count("trace", trace, 0, most=sys.maxsize)
         check_bool("prefix_cache", prefix_cache)
         host = (num_blocks if host_blocks is None else host_blocks) * (preemption == "swap")
         check_memory(models, num_blocks, host, block_size)
@@ -325,6 +327,7 @@ class LLM:
         `params` for all, or a list of one each. Raises RequestError, and queues none of them, if
         one of them is refused. Requests that were added before go on meanwhile.
         """
+        check_bool("progress", progress)
         many: list[Any] = [prompts] if _is_one(prompts) else _as_list(prompts)
         each: list[Any] = [params] * len(many)
         if isinstance(params, list | tuple):
@@ -366,7 +369,7 @@ class LLM:
         """
         arrival = self._clock()
         params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=ignore_eos, seed=0)
-        check_count("width", width)
+        width = check_count("width", width)
         right = "a number from -10 to 10"
         penalty = check_real("length_penalty", length_penalty, -10, 10, right)
         order, ids = next(self._orders), self._prompt_ids(prompt)
@@ -628,7 +631,8 @@ def _is_one(prompts: Any) -> bool:
     """Whether it is one prompt: a string, or ids in a list, an array or a tensor."""
     if isinstance(prompts, str) or getattr(prompts, "ndim", 0) == 1:
         return True
-    return isinstance(prompts, list | tuple) and bool(prompts) and isinstance(prompts[0], Integral)
+    row = isinstance(prompts, list | tuple | range)
+    return row and bool(prompts) and isinstance(prompts[0], Integral)
 
 
 def _as_list(prompts: Any) -> list[Any]:

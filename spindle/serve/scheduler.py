@@ -127,7 +127,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()  # the oldest first
         self.running: list[Sequence] = []  # the oldest first
         self._endings = 0
-        self._blocked: tuple[Sequence | None, int, int] = (None, 0, 0)  # who did not fit, and when
+        self._blocked = ((-1, 0), 0, 0)  # the age of who did not fit, and when that was
 
     @property
     def has_unfinished(self) -> bool:
@@ -356,7 +356,7 @@ class Scheduler:
                 for one in group:
                     one.table.release()
                     one.store(0)
-            self._blocked = (group[0], self.pool.free, len(self.running))
+            self._blocked = (group[0].age, self.pool.free, len(self.running))
             return False
         if swapped:
             moved, copies = move(tables, self.pool)
@@ -389,7 +389,7 @@ class Scheduler:
     def _still_blocked(self, sequence: Sequence) -> bool:
         """Whether it did not fit before, and nothing was freed since: then it need not be tried."""
         before, free, running = self._blocked
-        same = before is sequence and self.pool.free <= free and len(self.running) >= running
+        same = before == sequence.age and self.pool.free <= free and len(self.running) >= running
         return same and bool(self.running)
 
     def _promised(self) -> int:

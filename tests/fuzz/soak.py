@@ -394,17 +394,23 @@ ACTIONS: list[Callable[[Soak], None]] = [
 
 @contextlib.contextmanager
 def counted_calls() -> Iterator[list[int]]:
-    """Function calls of the block, Python's and C's: a list of their number."""
-    calls, before = [0], sys.getprofile()
+    """Function calls of the block, Python's and C's: a list of their number.
+
+    Without those of the garbage collection, for which others may have left callbacks.
+    """
+    calls, before, collects = [0], sys.getprofile(), gc.isenabled()
 
     def count(frame: Any, event: str, arg: Any) -> None:
         calls[0] += event in ("call", "c_call")
 
+    gc.disable()
     sys.setprofile(count)
     try:
         yield calls
     finally:
         sys.setprofile(before)
+        if collects:
+            gc.enable()
 
 
 def check_growth(result: Result) -> None:
