@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from spindle.bench import BENCHES
-from spindle.errors import RequestError, SpindleError
+from spindle.errors import RequestError, SpindleError, printable
 
 if TYPE_CHECKING:
     from spindle.decode.engine import Engine
@@ -112,14 +112,9 @@ def complain(message: str) -> None:
     """`spindle: error: ...` on stderr, the lines of the message joined to one."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     joined = "; ".join(lines).replace(":; ", ": ")
-    print(f"spindle: error: {_for_a_terminal(joined)}", file=sys.stderr)
-
-
-def _for_a_terminal(words: str) -> str:
-    """The words without control characters; of very many, their beginning and their end."""
     half = LONGEST // 2
-    cut = words if len(words) <= LONGEST else f"{words[:half]} ... {words[-half:]}"
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
+    cut = joined if len(joined) <= LONGEST else f"{joined[:half]} ... {joined[-half:]}"
+    print(f"spindle: error: {printable(cut)}", file=sys.stderr)
 
 
 def say(text: str) -> None:

@@ -69,5 +69,9 @@ def shown(value: object) -> str:
 def brief(words: object) -> str:
     """Words out of a file or a library, for a message: 300 characters, all fit for a terminal."""
     text = str(words)
-    cut = text if len(text) <= 300 else f"{text[:300]}..."
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
+    return printable(text if len(text) <= 300 else f"{text[:300]}...")
+
+
+def printable(text: str) -> str:
+    """The text with its control characters spelled out: what a terminal shows, and does not do."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

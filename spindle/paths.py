@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+LEFTOVER_S = 3600  # what nothing was written to for so long is nobody's
+STAGING = ".staging-"
 
 
 def cache_dir() -> Path:
@@ -31,3 +39,24 @@ def why_no_file(path: Path) -> str | None:
     if stat.S_ISREG(mode):
         return None
     return "it is a directory" if stat.S_ISDIR(mode) else "it is no file, but a pipe or a device"
+
+
+@contextmanager
+def staging_beside(target: Path) -> Iterator[Path]:
+    """A new folder on the same disk, named after the target; gone afterwards."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(
+        dir=target.parent, prefix=f".{target.name}{STAGING}", ignore_cleanup_errors=True
+    ) as folder:
+        yield Path(folder)
+
+
+def sweep(directory: Path, pattern: str, older_s: float = LEFTOVER_S) -> None:
+    """Remove the files and folders of that name that a killed process may have left.
+
+    A younger one may be that of a process that is at work.
+    """
+    for leftover in directory.glob(pattern):
+        with suppress(OSError):  # somebody else sees to it
+            if time.time() - leftover.stat().st_mtime >= older_s:
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()

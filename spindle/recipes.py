@@ -15,7 +15,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -26,6 +25,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
+from spindle import paths
 from spindle.errors import CheckpointError, ModelNotFound, SpindleError, brief, shown
 from spindle.paths import cache_dir, why_no_file
 
@@ -117,8 +117,7 @@ def fetch(recipe: Recipe, show: bool) -> Path:
     target = place(recipe)
     try:
         if deep_flaw(target) is None:
-            if leftovers(target):
-                sweep(target)
+            tidy(target)
             return target
         with exclusive(target, show), staging_beside(target) as staging:
             if deep_flaw(target) is not None:  # nobody built it while we waited
@@ -152,28 +151,25 @@ def exclusive(target: Path, show: bool) -> Iterator[None]:
 
 @contextmanager
 def staging_beside(target: Path) -> Iterator[Path]:
-    """A directory on the same disk, gone afterwards, as are those of processes that were killed."""
-    for leftover in leftovers(target):
-        shutil.rmtree(leftover, ignore_errors=True)
-    with tempfile.TemporaryDirectory(
-        dir=target.parent, prefix=f".{target.name}.staging-", ignore_cleanup_errors=True
-    ) as staging:
-        yield Path(staging)
+    """`paths.staging_beside` for one who holds the lock: what others left is there no more."""
+    paths.sweep(target.parent, staging_of(target), older_s=0)
+    with paths.staging_beside(target) as folder:
+        yield folder
 
 
-def leftovers(target: Path) -> list[Path]:
-    """Staging directories beside the target; of dead processes, if we hold the lock."""
-    return list(target.parent.glob(f".{target.name}.staging-*"))
-
-
-def sweep(target: Path) -> None:
+def tidy(target: Path) -> None:
     """Remove what a process left that was killed once its model was in place; not while one works.
 
-    In a cache that cannot be written they stay.
+    In a cache that cannot be written it stays.
     """
-    with suppress(OSError), lock_of(target).acquire(timeout=0):
-        for leftover in leftovers(target):
-            shutil.rmtree(leftover, ignore_errors=True)
+    if any(target.parent.glob(staging_of(target))):
+        with suppress(OSError), lock_of(target).acquire(timeout=0):
+            paths.sweep(target.parent, staging_of(target), older_s=0)
+
+
+def staging_of(target: Path) -> str:
+    """A pattern for its staging folders."""
+    return f".{target.name}{paths.STAGING}*"
 
 
 def lock_of(target: Path) -> FileLock:

@@ -5,16 +5,16 @@ import os
 import subprocess
 import sys
 import time
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
 from fuzz import kills
 
-from spindle import recipes
+from spindle import paths, recipes
 from spindle.bench import report
 from spindle.errors import SpindleError
-from spindle.kernels import build
 
 COUNT = 20
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="forks a process that has threads")
@@ -45,21 +45,23 @@ def test_what_a_killed_fetch_left_goes_though_the_model_is_there(tmp_path, monke
     assert left.exists() == at_work
 
 
-@pytest.mark.parametrize("age_s, kept", [(10, True), (2 * build.LEFTOVER_S, False)])
+@pytest.mark.parametrize("age_s, kept", [(10, True), (2 * paths.LEFTOVER_S, False)])
 def test_what_a_killed_build_left_goes_when_it_is_old(tmp_path, age_s, kept):
     """One that is younger may be that of a process that is at work."""
-    left = tmp_path / "build" / f"{build.STAGING}left"
+    left = tmp_path / "build" / f".made.so{paths.STAGING}left"
     left.mkdir(parents=True)
     (left / "unit.o").write_text("x")
     then = time.time() - age_s
     os.utime(left, (then, then))
-    with build.staging_beside(tmp_path / "build" / "made.so") as folder:
+    paths.sweep(tmp_path / "build", f"*{paths.STAGING}*")
+    assert left.exists() == kept
+    with paths.staging_beside(tmp_path / "build" / "made.so") as folder:
         assert folder.is_dir() and folder.parent == tmp_path / "build"
-        assert left.exists() == kept
+        assert fnmatch(folder.name, f"*{paths.STAGING}*")
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("age_s, kept", [(10, True), (2 * report.LEFTOVER_S, False)])
+@pytest.mark.parametrize("age_s, kept", [(10, True), (2 * paths.LEFTOVER_S, False)])
 def test_what_a_killed_record_left_goes_when_it_is_old(tmp_path, age_s, kept):
     left, file = tmp_path / f"{report.PART}1", tmp_path / "figures.json"
     left.write_text("[1, 2")

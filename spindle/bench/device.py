@@ -116,7 +116,7 @@ def measure(
         print(as_markdown(name, results[name]) + "\n", flush=True)
         record = as_record(gpu, results)
         for file in files:
-            file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            report.write_whole(file, json.dumps(record, indent=1) + "\n")
     return results
 
 

@@ -6,15 +6,13 @@ import argparse
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from spindle.errors import RequestError, SpindleError
+from spindle.paths import sweep
 
 PART = ".spindle-part-"  # beside a file that is being written, and then the number of the process
-LEFTOVER_S = 3600  # one that is older is nobody's
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +65,7 @@ def write_whole(file: Path, text: str) -> None:
     if (target.exists() and not target.is_file()) or not os.access(target.parent, os.W_OK):
         file.write_text(text, encoding="utf-8")
         return
-    _sweep(target.parent)
+    sweep(target.parent, f"{PART}*")
     try:
         part.write_text(text, encoding="utf-8")
         if target.exists():
@@ -76,14 +74,6 @@ def write_whole(file: Path, text: str) -> None:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-
-
-def _sweep(directory: Path) -> None:
-    """Remove what processes that were killed had begun to write."""
-    for leftover in directory.glob(f"{PART}*"):
-        with suppress(OSError):  # somebody else sees to it
-            if time.time() - leftover.stat().st_mtime > LEFTOVER_S:
-                leftover.unlink()
 
 
 def disturbed(what: str) -> str:

@@ -16,15 +16,11 @@ import platform
 import shutil
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 
-from spindle.paths import cache_dir
+from spindle.paths import STAGING, cache_dir, staging_beside, sweep
 
 SOURCES = Path(__file__).parent / "csrc"
 COMPILERS = ("c++", "g++", "clang++")
@@ -45,9 +41,6 @@ ANY_GPU = [
 ]
 OLDEST_OF_ANY = (8, 0)
 CUDA_TIMEOUT_S = 600
-
-STAGING = ".staging-"
-LEFTOVER_S = 3600  # a folder that nothing was written to for so long is nobody's
 
 Capability = tuple[int, int]  # of a GPU, as torch.cuda.get_device_capability gives it
 
@@ -129,6 +122,7 @@ def _compile(source: Path, target: Path) -> None:
     """Compile and link into a folder of its own, then move: a half-written file is never found."""
     command = compiler()
     assert command is not None
+    sweep(target.parent, f"*{STAGING}*")
     with staging_beside(target) as folder:
         unit, made = folder / "unit.o", folder / "made.so"
         run([command, *FLAGS, "-c", str(source), "-o", str(unit)])
@@ -218,6 +212,7 @@ def _compile_cuda(capability: Capability | None, target: Path) -> None:
     """All sources as one, so that CUDA's headers are read once; then as `_compile`."""
     command = nvcc()
     assert command is not None
+    sweep(target.parent, f"*{STAGING}*")
     with staging_beside(target) as folder:
         unit, made = folder / "unit.cu", folder / "made.so"
         names = sorted(path.name for path in SOURCES.glob("*.cu"))
@@ -229,20 +224,6 @@ def _compile_cuda(capability: Capability | None, target: Path) -> None:
 
 
 # --- what all builds need ------------------------------------------------------------------------
-
-
-@contextmanager
-def staging_beside(target: Path) -> Iterator[Path]:
-    """A folder on the same disk, gone afterwards, as are those of processes that were killed."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in target.parent.glob(f"{STAGING}*"):
-        with suppress(OSError):  # somebody else sees to it
-            if time.time() - leftover.stat().st_mtime > LEFTOVER_S:
-                shutil.rmtree(leftover, ignore_errors=True)
-    with tempfile.TemporaryDirectory(
-        dir=target.parent, prefix=STAGING, ignore_cleanup_errors=True
-    ) as folder:
-        yield Path(folder)
 
 
 def seal(library: Path) -> None:

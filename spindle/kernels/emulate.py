@@ -16,7 +16,6 @@ import os
 import re
 import shutil
 import subprocess
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +23,7 @@ from pathlib import Path
 from torch import Tensor
 
 from spindle.kernels import build
-from spindle.paths import cache_dir
+from spindle.paths import cache_dir, staging_beside
 
 __all__ = [
     "ORDERS",
@@ -167,9 +166,8 @@ def _place(stem: str, suffix: str, command: list[str], *parts: str | list[str]) 
 
 def _make(command: list[str], text: str, target: Path, *linked: Path) -> None:
     """Compile, and link if there is something to link with: a half-written file is never found."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        source_file, made = Path(folder) / "unit.cpp", Path(folder) / "unit.o"
+    with staging_beside(target) as folder:
+        source_file, made = folder / "unit.cpp", folder / "unit.o"
         source_file.write_text(text, encoding="utf-8")
         build.run([*command, str(source_file), "-o", str(made)])
         if linked:

@@ -26,6 +26,7 @@ from spindle.decode.params import (
     SamplingParams,
     check_bool,
     check_count,
+    check_params,
     check_prompt,
     check_real,
 )
@@ -463,10 +464,7 @@ class LLM:
 
     def _checked_params(self, params: SamplingParams | None) -> SamplingParams:
         """The parameters with a seed. RequestError: what cannot be honoured here."""
-        if params is None:
-            params = SamplingParams()
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"params: expected SamplingParams, got {type(params).__name__}")
+        params = SamplingParams() if params is None else check_params(params)
         if params.stop and self.tokenizer is None:
             raise RequestError("stop: text to stop at, and there is no tokenizer")
         params.check_ids(self.model.config.vocab_size)
