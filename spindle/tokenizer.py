@@ -195,13 +195,14 @@ def check_ids(ids: Iterable[Any], limit: int = ID_LIMIT, start: int = 0) -> list
     ids = _plain(ids)
     if not isinstance(ids, Iterable):
         raise RequestError(f"token ids: expected a list of integers, got {type(ids).__name__}")
-    values = [_plain(value) for value in ids]
-    for position, value in enumerate(values, start):
+    values = list[int]()
+    for position, value in enumerate(map(_plain, ids), start):
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < limit:
             raise RequestError(
                 f"token id {shown(value)} at position {position}: "
                 f"expected an integer from 0 to {limit - 1}"
             )
+        values.append(value)
     return values
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import shapes
 import torch
-from fuzz import calls, files, weird
+from fuzz import calls, files, turns, weird
 
 from spindle import LLM, Engine, SamplingParams, cli, hub, speculative
 from spindle.decode.text import stream_text, stream_texts
@@ -38,7 +38,7 @@ def engine(model=MODEL, **options):
 
 def test_a_sample_of_the_calls_works_or_is_refused_and_no_neighbour_notices():
     counts, findings = Counter(), []
-    for told in calls.run(calls.plan(0, COUNT, None)):
+    for told in calls.run(turns.by_turns(calls.KINDS, 0, COUNT)):
         counts += Counter(worked=told.get("worked", 0), refused=told.get("refused", 0))
         if told["outcome"] != "passed":
             findings.append(calls.in_words(told))

@@ -5,6 +5,7 @@ with Metaspace in its three schemes, and BPE with byte fallback, with and withou
 """
 
 import base64
+import itertools
 import json
 import os
 import sys
@@ -778,3 +779,17 @@ def test_the_librarys_words_are_cut_and_printable(tmp_path):
     with pytest.raises(TokenizerError) as refusal:
         Tokenizer(with_part(tmp_path, "normalizer", part))
     assert str(refusal.value).isprintable()
+
+
+def test_ids_are_read_no_further_than_the_first_that_is_none():
+    """Of a source without end as of one that is merely long."""
+    read = []
+
+    def source():
+        for i in itertools.count(3):
+            read.append(i)
+            yield i
+
+    with pytest.raises(RequestError, match=r"token id 10 at position 7: expected .* 0 to 9"):
+        check_ids(source(), 10)
+    assert read == [*range(3, 11)]

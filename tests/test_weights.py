@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from shapes import parameters
 from torch import Tensor
 
 from spindle import load_hf
 from spindle.config import ModelConfig
 from spindle.errors import CheckpointError, ConfigError, ModelNotFound, RequestError
-from spindle.kernels import Weight, packs, unpack
+from spindle.kernels import packs
 from spindle.model import weights
 from spindle.model.weights import pick_device, pick_dtype, random_model, wishes
 
@@ -86,27 +87,6 @@ def family(request):
 @pytest.fixture
 def checkpoint(family, tmp_path):
     return write(tmp_path / "model", RAW[family], tensors_of(RAW[family]))
-
-
-def parameters(model: object) -> dict[str, Tensor]:
-    """Every tensor that a model holds, by where it holds it; packed ones unpacked."""
-    found: dict[str, Tensor] = {}
-
-    def visit(at: str, value: object) -> None:
-        if isinstance(value, Tensor):
-            found[at] = value
-        elif isinstance(value, Weight):
-            visit(f"{at}.weight", unpack(value))
-            visit(f"{at}.bias", value.bias)
-        elif isinstance(value, list):
-            for n, item in enumerate(value):
-                visit(f"{at}.{n}", item)
-        elif not isinstance(value, ModelConfig) and hasattr(value, "__dict__"):
-            for name, item in vars(value).items():
-                visit(f"{at}.{name}", item)
-
-    visit("model", model)
-    return found
 
 
 # --- every number arrives ------------------------------------------------------------------------
@@ -649,7 +629,10 @@ def test_links_are_followed_as_in_the_hubs_cache(family, checkpoint, tmp_path):
     for n, path in enumerate(sorted(checkpoint.iterdir())):
         (blobs / str(n)).write_bytes(path.read_bytes())
         (snapshot / path.name).symlink_to(Path("../../blobs") / str(n))
-    linked, plain = parameters(load_hf(snapshot, device="cpu")), parameters(load_hf(checkpoint))
+    linked, plain = (
+        parameters(load_hf(snapshot, device="cpu")),
+        parameters(load_hf(checkpoint)),
+    )
     assert all(torch.equal(tensor, plain[at]) for at, tensor in linked.items())
 
 

@@ -14,7 +14,6 @@ one child and is told with its seed.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import faulthandler
 import io
@@ -36,7 +35,7 @@ if __package__ in (None, ""):
 
 from tqdm import tqdm
 
-from fuzz import files
+from fuzz import files, turns
 
 COMMAND = (sys.executable, str(Path(__file__).resolve()), "--child")
 LONGEST = 1500  # characters of a message
@@ -907,30 +906,17 @@ def run(wanted: Iterable[tuple[str, int]]) -> Iterator[dict[str, Any]]:
         yield from files.run(wanted, (*COMMAND, folder))
 
 
-def plan(seed: int, count: int, only: str | None) -> list[tuple[str, int]]:
-    """The kinds by turns: every kind has the seeds of its turns."""
-    names = list(KINDS)
-    return [(only or names[s % len(names)], s) for s in range(seed, seed + count)]
-
-
 def in_words(told: dict[str, Any]) -> str:
     again = f"python tests/fuzz/calls.py --seed {told['seed']} --only {told['kind']}"
     return f"{told['outcome']}: {told['what']}\n  {told['fault']}\n  {again}"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="calls that nobody should make, from seeds")
-    parser.add_argument("--seed", type=int, default=0, help="the first seed")
-    about = "how many seeds (default: 1 with --seed, else 500)"
-    parser.add_argument("--count", type=int, help=about)
-    parser.add_argument("--only", choices=list(KINDS), help="one kind of call")
-    parser.add_argument("--child", metavar="FOLDER", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.child:
+    args = turns.asked("calls that nobody should make, from seeds", KINDS, 500)
+    if args.child is not None:
         child(args.child)
         return 0
-    single = args.count is None and "--seed" in " ".join(sys.argv)
-    wanted = plan(args.seed, args.count or (1 if single else 500), args.only)
+    wanted = turns.by_turns(KINDS, args.seed, args.count, args.only)
     start, counts, findings = time.monotonic(), Counter[str](), []
     bar = tqdm(wanted, desc="calls", disable=None)
     slowest, seconds = (0.0, ""), Counter[str]()
@@ -944,7 +930,7 @@ def main() -> int:
         if told["outcome"] == "finding":
             findings.append(told)
             bar.write(in_words(told))
-        elif single:
+        elif args.single:
             print(told)
     wall_s = time.monotonic() - start
     print(f"seeds {args.seed} to {args.seed + len(wanted) - 1}: {len(wanted)} in {wall_s:.0f} s")

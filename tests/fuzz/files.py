@@ -14,7 +14,6 @@ told with its seed. Nothing else here knows the time.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import faulthandler
 import json
@@ -36,7 +35,7 @@ if __package__ in (None, ""):
 
 from tqdm import tqdm
 
-from fuzz import cases, corrupt
+from fuzz import cases, corrupt, turns
 from fuzz.cases import Case
 
 LIMIT_S = 30.0  # for one case, on a machine that is busy with other things
@@ -236,12 +235,6 @@ def run(
             process.close()
 
 
-def plan(seed: int, count: int, only: str | None) -> list[tuple[str, int]]:
-    """The kinds by turns: every kind has the seeds of its turns."""
-    names = list(cases.KINDS)
-    return [(only or names[s % len(names)], s) for s in range(seed, seed + count)]
-
-
 def in_words(told: dict[str, Any]) -> str:
     """A report as a line or more, with the command that brings the case back."""
     again = f"python tests/fuzz/files.py --seed {told['seed']} --only {told['kind']}"
@@ -251,19 +244,11 @@ def in_words(told: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="damaged files, from seeds")
-    parser.add_argument("--seed", type=int, default=0, help="the first seed")
-    parser.add_argument(
-        "--count", type=int, help="how many seeds (default: 1 with --seed, else 200)"
-    )
-    parser.add_argument("--only", choices=list(cases.KINDS), help="one kind of file")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.child:
+    args = turns.asked("damaged files, from seeds", cases.KINDS, 200)
+    if args.child is not None:
         child()
         return 0
-    single = args.count is None and "--seed" in " ".join(sys.argv)
-    wanted = plan(args.seed, args.count or (1 if single else 200), args.only)
+    wanted = turns.by_turns(cases.KINDS, args.seed, args.count, args.only)
     start, ends, findings = time.monotonic(), Counter[str](), []
     bar = tqdm(wanted, desc="damaged files", disable=None)
     slowest, largest = 0.0, 0
@@ -274,7 +259,7 @@ def main() -> int:
         if told["outcome"] == "finding":
             findings.append(told)
             bar.write(in_words(told))
-        elif single:
+        elif args.single:
             print(told)
     wall_s = time.monotonic() - start
     print(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import shapes
 import tokenizers
 import torch
 from safetensors.torch import load_file
@@ -81,7 +82,7 @@ def judge_model(case: Case, folder: Path) -> None:
     given = second_reading(folder)
     family = weights.FAMILIES[config.model_type]
     expected = family(config, Second(config, given, family.prefix))
-    ours, theirs = parameters(model), parameters(expected)
+    ours, theirs = shapes.parameters(model), shapes.parameters(expected)
     assert ours.keys() == theirs.keys()
     for at, tensor in ours.items():
         assert torch.equal(bits(tensor), bits(theirs[at])), f"a wrong tensor: {at}"
@@ -124,28 +125,6 @@ class Second(Source):
     def embeddings(self, embed: str, head: str, rows: int, width: int) -> tuple[Tensor, Weight]:
         table = self(embed if embed in self.given else head, rows, width)
         return table, pack(self(head if head in self.given else embed, rows, width))
-
-
-def parameters(model: object) -> dict[str, Tensor]:
-    """Every tensor of a model that is no table of RoPE, by where it is."""
-    found: dict[str, Tensor] = {}
-
-    def visit(at: str, value: object) -> None:
-        if isinstance(value, Tensor):
-            found[at] = value
-        elif isinstance(value, Weight):
-            for n, part in enumerate(value.parts):
-                found[f"{at}.{n}"] = part
-        elif isinstance(value, list):
-            for n, item in enumerate(value):
-                visit(f"{at}.{n}", item)
-        elif hasattr(value, "__dict__") and not isinstance(value, ModelConfig):
-            for name, item in vars(value).items():
-                if name != "rope":
-                    visit(f"{at}.{name}", item)
-
-    visit("model", model)
-    return found
 
 
 STATED = {

@@ -13,7 +13,6 @@ Each process is a fork of one that has imported everything, so a kill takes no l
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import json
@@ -35,6 +34,8 @@ if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from tqdm import tqdm
+
+from fuzz import turns
 
 Work = Callable[[], object]
 TINY = 'extern "C" int answer(void) { return 42; }\n'
@@ -429,37 +430,30 @@ def at_each_line(kind: str, seed: int) -> str:
 WAYS = {"kill": kill, "at once": at_once, "each line": at_each_line}
 
 
-def plan(seed: int, count: int, only: str | None) -> list[tuple[str, str, int]]:
-    """(way, kind, seed): kinds by turns, and now and then in another way."""
-    names, wanted = list(KINDS), []
-    for s in range(seed, seed + count):
-        kind, turn = only or names[s % len(names)], s // len(names) % 10
-        way = "at once" if turn in (4, 9) else "kill"
-        wanted.append(("each line" if turn == 2 and kind == "record" else way, kind, s))
-    return wanted
+def way_of(kind: str, seed: int) -> str:
+    """Now and then another way than a kill."""
+    turn = seed // len(KINDS) % 10
+    if turn == 2 and kind == "record":
+        return "each line"
+    return "at once" if turn in (4, 9) else "kill"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="kills at random moments, from seeds")
-    parser.add_argument("--seed", type=int, default=0, help="the first seed")
-    about = "how many seeds (default: 1 with --seed, else 60)"
-    parser.add_argument("--count", type=int, help=about)
-    parser.add_argument("--only", choices=list(KINDS), help="one kind of work")
-    args = parser.parse_args()
-    single = args.count is None and "--seed" in " ".join(sys.argv)
-    wanted = plan(args.seed, args.count or (1 if single else 60), args.only)
+    args = turns.asked("kills at random moments, from seeds", KINDS, 60)
+    wanted = turns.by_turns(KINDS, args.seed, args.count, args.only)
     from spindle.kernels import build
 
     import_all()
     if build.compiler() is None:
         print("no C++ compiler: no build is killed")
-        wanted = [one for one in wanted if one[1] != "build"]
+        wanted = [one for one in wanted if one[0] != "build"]
     begun, counts, findings = time.monotonic(), Counter[str](), 0
     tqdm.monitor_interval = 0  # no thread of its own,
     tqdm.set_lock(threading.RLock())  # and no lock that forks share: a killed one may have it
     bar = tqdm(wanted, desc="kills", disable=None)
     try:
-        for way, kind, seed in bar:
+        for kind, seed in bar:
+            way = way_of(kind, seed)
             counts[f"{way} {kind}"] += 1
             try:
                 said = WAYS[way](kind, seed)
@@ -469,7 +463,7 @@ def main() -> int:
                 bar.write(f"finding: {way} {kind}: {type(error).__name__}: {error}\n  {again}")
             else:
                 counts["too late"] += "too late" in said
-                if single:
+                if args.single:
                     print(f"{kind}: {said}")
     finally:
         if Fetch.recipe is not None:
