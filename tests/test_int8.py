@@ -446,7 +446,8 @@ def test_loading_never_holds_the_floats(shape, tmp_path):
     del zeros
     peak = printed(QUANTIZED, big, small)
     print(f"{shape}: {peak / kept:.3f} times the quantized model, {peak / floats:.3f} of floats")
-    assert 0.95 * kept < peak <= 1.15 * max(kept, table + head + head // 4)
+    # 1.09 or 1.15 by when memory is given back; with the floats held it would be 1.6 or more.
+    assert 0.95 * kept < peak <= 1.25 * max(kept, table + head + head // 4)
 
 
 # --- the command line ----------------------------------------------------------------------------

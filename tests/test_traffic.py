@@ -614,7 +614,7 @@ def test_a_model_that_is_too_short_is_refused(
     assert "the model has 255 positions; expected 256 or more" in capsys.readouterr().err
 
 
-def test_b92_tokens_that_come_together_are_all_in_the_peak() -> None:
+def test_tokens_that_come_together_are_all_in_the_peak() -> None:
     """B92: 1, 3 and 1 tokens, all in the second half of 1.4 s: the peak is twice the average."""
     clock = Clock()
     llm: Any = Drafting(clock)

@@ -10,15 +10,15 @@ from spindle.bench import machine, report
 
 WIDTH = 98
 NOISE = 0.02  # a gain that is no larger is none: turns differ by as much
-COLUMNS = ["text", "k", "plain", "spec", "gain", "predicted", "v=1", "kept", "a pass", "passes"]
-COLUMNS += ["rows", "draft", "same"]
+COLUMNS = ["text", "k", "plain", "spec", "gain", "law", "v=1", "kept", "a pass", "E"]
+COLUMNS += ["passes", "rows", "draft", "same"]
 LEGEND = (
     "k: drafts in every round that has any (k halved, at the end, where fewer fit); ≤k: as many as "
     "pay. plain, spec: tokens a second after the first. gain: the median of the turns' ratios. "
-    "predicted: the same by the law "
-    "below; v=1: by the textbook's. kept: of the drafts that were judged. a pass: tokens. rows: "
-    "drafts that went through the model. draft: share of the time. same: whether the tokens are "
-    "those of plain decoding (n/a: drafts are drawn, and the distribution is the same)."
+    "law: the same, predicted as below; v=1: by the textbook's. kept: of the drafts that were "
+    "judged. a pass: tokens; E: the same, by the law. passes: of the model. rows: drafts that went "
+    "through it. draft: share of the time. same: whether the tokens are those of plain decoding "
+    "(n/a: drafts are drawn, and the distribution is the same)."
 )
 LAW = (
     "Predicted: if r_j of the rounds have j drafts, sum r_j E(a, j) / sum r_j (v(j+1) + j c), with "
@@ -70,6 +70,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{row['textbook_speedup']:.2f}",
         "—" if kept is None else f"{kept:.0%}",
         f"{row['tokens_per_pass']:.2f}",
+        f"{row['predicted_tokens_per_pass']:.2f}",
         str(row["passes"]),
         str(row["drafted_rows"]),
         f"{row['draft_share']:.1%}",

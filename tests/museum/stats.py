@@ -72,7 +72,7 @@ FAULTS = [
         after="if width else 0] += 1",
         seen="The peak of the throughput lies below its average.",
         why="The average counts tokens and the peak counts events, which may hold several.",
-        tests=("test_traffic.py::test_b92_tokens_that_come_together_are_all_in_the_peak",),
+        tests=("test_traffic.py::test_tokens_that_come_together_are_all_in_the_peak",),
         report="https://github.com/sgl-project/sglang/pull/33193",
     ),
     Fault(
