@@ -101,6 +101,15 @@ def called(*names: str) -> Touched:
     return lambda served: all_of(served) if set(names) <= set(served.calls) else set()
 
 
+def in_company(served: Served) -> set[int]:
+    """Requests that shared a step with another one, where that may not change their bits."""
+    if not served.options.get("batch_invariant"):
+        return set()
+    steps = [plan.chunks for plan in served.plans]
+    shared = [s for s in steps if len({chunk.sequence.request.id for chunk in s}) > 1]
+    return set().union(*map(served.of, shared))
+
+
 FEATURES = (hit, chunked, mixed, preempted, forked, drafted, replayed)
 
 
@@ -261,6 +270,12 @@ def everything(rng: random.Random, subject: Subject, asked: Sequence[Asked]) -> 
     return own | drafts
 
 
+def own_bits(rng: random.Random, subject: Subject, asked: Sequence[Asked]) -> Options:
+    """All at once, but for drafts by a model; recorded where a step is one pass."""
+    crowded = everything(rng, replace(subject, draft=None), asked)
+    return crowded | dict(batch_invariant=True, graphs=not subject.is_exact)
+
+
 F32 = torch.float32
 OF_CUDA = ("paged_attend", "write_kv")  # what both families call of the CUDA sources
 OF_NATIVE = ("linear", "paged_attend", "write_kv")
@@ -389,6 +404,25 @@ ROWS = (
         dtype=F32,
         int8=True,
         around=natively,
+    ),
+    Row(
+        "batch_invariant",
+        "Each token has a pass of its own, as where nothing is known of the order of sums; with "
+        "hits, chunks, a small pool, n-gram drafts.",
+        "the request shared a step with another one",
+        own_bits,
+        in_company,
+        law_count=100,
+    ),
+    Row(
+        "batch_invariant, native",
+        "Sums in an order that the row alone decides; with hits, chunks, a small pool, n-gram "
+        "drafts, recorded steps.",
+        "the request shared a step with another one",
+        own_bits,
+        in_company,
+        dtype=F32,
+        law_count=100,
     ),
     Row(
         "all at once",
