@@ -22,8 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-from spindle.lesson import CAST
-from spindle.player import Player
+from spindle.player import Player, colours_of, kind_of, name_of, request_of
 
 __all__ = [
     "COLOURS",
@@ -34,6 +33,7 @@ __all__ = [
     "Player",
     "attention_grid",
     "figure",
+    "fleet",
     "growth",
     "panels",
     "roofline_dots",
@@ -442,21 +442,11 @@ def trace_cells(trace: Iterable[Any]) -> list[Cell]:
     cells, computed = [], dict[Any, int]()
     for step, plan in enumerate(trace):
         for chunk in plan.chunks:
-            sequence, stop = chunk.sequence, chunk.start + chunk.count
+            sequence, stop = chunk.sequence, chunk.stop
             known = computed.get(sequence, 0)
-            name = sequence.request.id + (f".{sequence.sample}" if sequence.sample else "")
-            cells.append(Cell(name, step, _kind(chunk, known), chunk.count))
+            cells.append(Cell(name_of(sequence), step, kind_of(chunk, known), chunk.count))
             computed[sequence] = max(known, stop)
     return cells
-
-
-def _kind(chunk: Any, known: int) -> str:
-    if chunk.filler:
-        return "filler"
-    if chunk.start < known:
-        return "recompute"
-    prompt = len(chunk.sequence.request.prompt)
-    return "decode" if chunk.count == 1 and chunk.start >= prompt else "prefill"
 
 
 def timeline(
@@ -477,7 +467,7 @@ def timeline(
     assert lines in ("seat", "sequence"), lines
     made = {name: [Cell(*cell) for cell in cells] for name, cells in runs.items()}
     last = steps or 1 + max(cell.step for cells in made.values() for cell in cells)
-    fills = _request_colours([cell.name for cells in made.values() for cell in cells], colours)
+    fills = colours_of([cell.name for cells in made.values() for cell in cells], colours)
     places = [_seats(cells) if lines == "seat" else _own_lines(cells) for cells in made.values()]
     heights = [1 + max(at.values()) for at in places]
     style()
@@ -524,23 +514,9 @@ def _seats(cells: Sequence[Cell]) -> Places:
 
 def _own_lines(cells: Sequence[Cell]) -> Places:
     names = list(dict.fromkeys(cell.name for cell in cells))
-    requests = [_request(name) for name in names]
-    names.sort(key=lambda name: requests.index(_request(name)))  # a request's answers together
+    requests = [request_of(name) for name in names]
+    names.sort(key=lambda name: requests.index(request_of(name)))  # a request's answers together
     return {(cell.name, cell.step): names.index(cell.name) for cell in cells}
-
-
-def _request_colours(names: Iterable[str], given: Mapping[str, str] | None) -> dict[str, str]:
-    """A colour for each name; the answers of a request, "name" and "name.1", have one colour."""
-    known = {one.name: one.colour for one in CAST} | dict(given or {})
-    requests = list(dict.fromkeys(_request(name) for name in names))
-    for n, request in enumerate(requests):
-        known.setdefault(request, CAST[n % len(CAST)].colour)
-    return {name: known.get(name, known[_request(name)]) for name in names}
-
-
-def _request(name: str) -> str:
-    front, _, sample = name.rpartition(".")
-    return front if front and sample.isdecimal() else name
 
 
 def _runs_of_cells(
@@ -654,7 +630,7 @@ def token_times(
     runs: the title of each, and in it the times by the request's name. colours: as in `timeline`.
     window: the times to show, from and to; by default all.
     """
-    fills = _request_colours([name for its in runs.values() for name in its], colours)
+    fills = colours_of([name for its in runs.values() for name in its], colours)
     style()
     height = 0.9 + sum(0.5 + 0.2 * len(its) for its in runs.values())
     fig, axes = plt.subplots(
@@ -670,4 +646,33 @@ def token_times(
         ax.set(ylim=(len(its) - 0.4, -0.6), xlim=window)
         _bare(ax)
     axes[-1, 0].set(xlabel=xlabel)
+    return fig
+
+
+# --- a fleet ------------------------------------------------------------------------------------
+
+
+def fleet(
+    policies: Mapping[str, Sequence[tuple[int, float, float | None, float]]], title: str
+) -> Figure:
+    """What a fleet does as it grows: three panels, a line a policy, up to six of them.
+
+    policies: of each its points, (replicas, share of the prompts' tokens that hit, TTFT p99 in ms,
+    requests a second that were in time); the last figure is drawn for a replica.
+    """
+    fig, axes = panels(9.6, 3.4, title, 3)
+    colours = (COLOURS[role] for role in ("predicted", "compute", "ink", "measured", "recorded"))
+    for (name, points), colour in zip(policies.items(), [*colours, "#CC79A7"], strict=False):
+        sizes, hits, ttft_ms, goodput_s = zip(*points, strict=True)
+        each_s = [rate / count for rate, count in zip(goodput_s, sizes, strict=True)]
+        waits = [math.nan if ms is None else ms for ms in ttft_ms]
+        for ax, values in zip(axes, ([100 * hit for hit in hits], waits, each_s), strict=True):
+            ax.plot(sizes, values, "o-", color=colour, ms=5, lw=1.5, label=name)
+    claims = ("of prompts remembered, %", "TTFT p99, ms", "goodput a replica, 1/s")
+    for ax, claim in zip(axes, claims, strict=True):
+        ax.set_title(claim, fontsize=10)
+        ax.set(xscale="log", xlabel="replicas", ylim=(0, None))
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+        ax.xaxis.set_minor_locator(NullLocator())
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
     return fig

@@ -17,6 +17,7 @@ from matplotlib.patches import Rectangle
 
 from spindle import LLM, SamplingParams, plots
 from spindle.lesson import CAST
+from spindle.serve.scheduler import Chunk
 
 MACHINE = plots.Machine("a machine", 0.5e9, 25e9, 0.25e9, 125e9)
 
@@ -182,7 +183,7 @@ def plan(*chunks) -> SimpleNamespace:
     """(sequence, start, count) each, and "filler" as a fourth where it is one."""
     return SimpleNamespace(
         chunks=[
-            SimpleNamespace(sequence=of, start=start, count=count, filler=bool(more))
+            Chunk(of, start, count, samples=True, filler=bool(more))
             for of, start, count, *more in chunks
         ]
     )
@@ -215,6 +216,17 @@ def test_trace_cells_tell_prompts_from_decodes_fillers_and_what_is_computed_agai
         ("r0", 2, "decode", 1),
         ("r1", 2, "filler", 1),
         ("r0", 3, "recompute", 6),
+    ]
+
+
+def test_who_goes_on_where_drafts_were_rejected_computes_nothing_again():
+    r0 = answer("r0", 4)
+    drafts = SimpleNamespace(chunks=[Chunk(r0, 4, 3, samples=True, drafts=2)])
+    cells = plots.trace_cells([plan((r0, 0, 4)), drafts, plan((r0, 5, 1))])
+    assert [(cell.kind, cell.rows) for cell in cells] == [
+        ("prefill", 4),
+        ("decode", 3),
+        ("decode", 1),
     ]
 
 
@@ -327,3 +339,23 @@ def test_growth_draws_what_is_predicted_dashed_and_first_on_axes_that_begin_at_0
     assert ax.lines[2].get_color() == plots.COLOURS["measured"] != ax.lines[3].get_color()
     assert ax.get_xlim()[0] == ax.get_ylim()[0] == 0 and ax.get_xlim()[1] > 2
     assert ax.get_xscale() == ax.get_yscale() == "linear"
+
+
+# --- a fleet --------------------------------------------------------------------------------------
+
+
+def test_a_fleet_has_three_panels_and_a_line_a_policy():
+    points = {
+        "one": [(1, 0.8, 90.0, 2.0), (10, 0.4, None, 15.0)],
+        "other": [(1, 0.8, 90.0, 2.0), (10, 0.7, 95.0, 19.0)],
+    }
+    fig = plots.fleet(points, "A claim")
+    drawn = [[[*map(float, line.get_ydata())] for line in ax.lines] for ax in fig.axes]
+    assert drawn[0] == [[80, 40], [80, 70]] and drawn[2] == [[2, 1.5], [2, 1.9]]
+    assert drawn[1][1] == [90, 95] and drawn[1][0][0] == 90 and math.isnan(drawn[1][0][1])
+    assert all([*line.get_xdata()] == [1, 10] for ax in fig.axes for line in ax.lines)
+    colours = [[line.get_color() for line in ax.lines] for ax in fig.axes]
+    assert colours[0] == colours[1] == colours[2] and len(set(colours[0])) == 2
+    assert all(ax.get_xscale() == "log" and ax.get_ylim()[0] == 0 for ax in fig.axes)
+    assert [text.get_text() for text in fig.legends[0].get_texts()] == ["one", "other"]
+    assert {"A claim", "TTFT p99, ms", "replicas"} <= set(said(fig))

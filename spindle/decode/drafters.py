@@ -123,6 +123,51 @@ class NgramDrafter(Drafter):
         self._indexed = len(ids)
 
 
+class WatchedDrafter(Drafter):
+    """Another drafter, of which it is kept what it guessed, and where: for one stream at a time."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.guessed: list[tuple[int, list[int]]] = []  # how many ids there were, and what followed
+
+    def begin(self) -> WatchedDrafter:
+        """Start over, with the other's beginning."""
+        self.drafter = self.drafter.begin()
+        self.guessed.clear()
+        return self
+
+    def cost(self, target: Model) -> float:
+        """The other's."""
+        return self.drafter.cost(target)
+
+    def check(self, target: Model) -> None:
+        """As the other does."""
+        self.drafter.check(target)
+
+    def draft(self, ids: Sequence[int], k: int, rows: SamplingRows, target: Model) -> Draft:
+        """What the other drafts; noted."""
+        draft = self.drafter.draft(ids, k, rows, target)
+        self.guessed.append((len(ids), draft.ids.tolist()))
+        return draft
+
+    def rounds(self, ids: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+        """(drafts, ids gained) of each pass from the first drafts on, to the end of a whole answer.
+
+        ids: prompt and answer. What was gained are the accepted drafts and a token of the target's;
+        of a pass without drafts that alone. An answer that ends among them cuts the last one short.
+        """
+        rounds, at = list[tuple[list[int], list[int]]](), None
+        for start, drafts in [*self.guessed, (len(ids), [])]:
+            rounds += [([], [token]) for token in ids[at:start] if at is not None]
+            kept = 0
+            while kept < len(drafts) and ids[start + kept : start + kept + 1] == [drafts[kept]]:
+                kept += 1
+            at = start + kept + 1
+            if start < len(ids):
+                rounds.append((drafts, list(ids[start:at])))
+        return rounds
+
+
 class ModelDrafter(Drafter):
     """A smaller model, over an engine of its own, which no one else may use meanwhile.
 
