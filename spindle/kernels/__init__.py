@@ -51,11 +51,18 @@ _paged_attend = torch.ops.spindle.paged_attend.default
 def linear(x: Tensor, weight: Weight) -> Tensor:
     """x [T, K] times weight [N, K] transposed, plus its bias -> [T, N].
 
-    TypeError: x is of another width or dtype. (Native code would read beyond it.)
+    Where the weight is a part of one, N is the whole one's, as is the result. TypeError: x is of
+    another width or dtype. (Native code would read beyond it.)
     """
     if x.shape[1] != weight.shape[1] or x.dtype != weight.dtype:
         got, want = f"{x.dtype} {list(x.shape)}", f"{weight.dtype} {list(weight.shape)}"
         raise TypeError(f"linear: x is {got}, its weight is {want}")
+    y = _product(x, weight)
+    return y if weight.join is None else weight.join(y)
+
+
+def _product(x: Tensor, weight: Weight) -> Tensor:
+    """`linear` by what is in this process."""
     if weight.panels is not None:
         return _linear(x, weight.panels, weight.bias, weight.shape[0])
     if weight.int8 is not None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -36,11 +37,14 @@ class Weight:
 
     Exactly one of `plain`, `panels`, `onednn` and `int8` is there. `int8` is [N, K], or its panels,
     and has a `scale` [N] beside it. `dtype` is that of the inputs. `min_rows`: the smallest number
-    of rows for which oneDNN gives a row the bits that it has in any larger batch.
+    of rows for which oneDNN gives a row the bits that it has in any larger batch. `join`: where
+    several processes have a part of the weight each, what makes the product of a part the whole
+    one; they give and get it in step.
     """
 
     __slots__ = (
-        *("bias", "dtype", "int8", "min_rows", "onednn", "panels", "plain", "scale", "shape"),
+        *("bias", "dtype", "int8", "join", "min_rows", "onednn", "panels", "plain", "scale"),
+        "shape",
     )
 
     def __init__(
@@ -60,6 +64,7 @@ class Weight:
         self.int8, self.scale = int8, scale
         self.dtype = plain.dtype if plain is not None else dtype
         self.min_rows = 1
+        self.join: Callable[[Tensor], Tensor] | None = None
 
     @property
     def parts(self) -> list[Tensor]:

@@ -50,6 +50,7 @@ class GPT2:
         ".attn.bias",
         ".attn.masked_bias",
     )  # causal masks that were saved along: no weights
+    stacked: ClassVar = {"attn.c_attn": 3}  # tensors that are several matrices: q, k and v
     directory: Path | None = None  # of the checkpoint
 
     def __init__(self, config: ModelConfig, source: Source) -> None:
@@ -87,7 +88,7 @@ class GPT2:
         q, k, v = linear(h, layer.qkv).view(-1, 3, c.num_heads, c.head_dim).unbind(1)  # [T, H, D]
         view.write(n, k, v)
         a = view.attend(n, q, c.attention_scale(n))  # [T, H, D]
-        return linear(a.reshape(-1, c.width), layer.out)
+        return linear(a.flatten(1), layer.out)
 
     def _norm(self, x: Tensor, norm: Norm) -> Tensor:
         return layer_norm(x, norm.weight, norm.bias, self.config.norm_eps)
@@ -98,6 +99,7 @@ class GPT2:
 
 def _layer(config: ModelConfig, source: Source, at: str) -> Layer:
     E, F = config.width, config.mlp_width
+    heads = config.num_heads * config.head_dim  # E, or a part of it
 
     def conv1d(name: str, inputs: int, outputs: int) -> Weight:
         """GPT-2 stores a linear layer as [inputs, outputs]: the transpose of everybody else."""
@@ -105,8 +107,8 @@ def _layer(config: ModelConfig, source: Source, at: str) -> Layer:
 
     return Layer(
         ln_1=_norm(config, source, f"{at}ln_1"),
-        qkv=conv1d("attn.c_attn", E, 3 * E),
-        out=conv1d("attn.c_proj", E, E),
+        qkv=conv1d("attn.c_attn", E, 3 * heads),
+        out=conv1d("attn.c_proj", heads, E),
         ln_2=_norm(config, source, f"{at}ln_2"),
         up=conv1d("mlp.c_fc", E, F),
         down=conv1d("mlp.c_proj", F, E),

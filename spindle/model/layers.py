@@ -31,6 +31,21 @@ class KVView(Protocol):
         """Causal attention of q [T, H, D] over what is stored -> [T, H, D]."""
 
 
+class Table(Protocol):
+    """A token embedding: a tensor [V, E], or what does its work."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its numbers."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+
+    def __getitem__(self, ids: Tensor, /) -> Tensor:
+        """ids [T] -> their rows [T, E]."""
+
+
 class Source:
     """Where a model takes its weights from: a checkpoint, a random generator, a list of wishes.
 
@@ -73,7 +88,7 @@ class Source:
                 self.fill(block, f"{name}.bias")
         return pack(weight, bias, self.quantize, self._packed)
 
-    def embeddings(self, embed: str, head: str, rows: int, width: int) -> tuple[Tensor, Weight]:
+    def embeddings(self, embed: str, head: str, rows: int, width: int) -> tuple[Table, Weight]:
         """The token embedding [rows, width] and the output head; one tensor where they are tied.
 
         The table stays in floats when the head is quantized: a lookup reads few of its rows.

@@ -40,6 +40,7 @@ class Llama:
 
     prefix: ClassVar = "model."
     buffers: ClassVar = ("rotary_emb.inv_freq",)  # saved by old versions; follows from config.json
+    stacked: ClassVar[dict[str, int]] = {}  # no tensor is several matrices
     directory: Path | None = None  # of the checkpoint
 
     def __init__(self, config: ModelConfig, source: Source) -> None:

@@ -25,8 +25,10 @@ from spindle.config import ModelConfig, read_json
 from spindle.errors import CheckpointError, ConfigError, RequestError, brief, shown
 from spindle.kernels import Weight, native_sampling, pack
 from spindle.model.gpt2 import GPT2
-from spindle.model.layers import Model, Source
+from spindle.model.layers import Model, Source, Table
 from spindle.model.llama import Llama
+from spindle.model.split import SplitTable, cuts, part_of
+from spindle.parallel import ALONE, Ranks, current
 from spindle.paths import why_no_file
 
 FAMILIES: dict[str, type[GPT2] | type[Llama]] = {"gpt2": GPT2, "llama": Llama}
@@ -43,13 +45,22 @@ def load_hf(
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
     quantize: str | None = None,
+    whole: bool = False,
 ) -> Model:
     """Load a Hugging Face checkpoint: a bundled or cached name, a directory, or a hub id.
 
     device "auto" is a CUDA GPU if there is one, else the CPU. dtype "auto" is float32 on a CPU and
     the checkpoint's own on a GPU. quantize "int8": the weights of linear layers, the head's among
-    them, become integers with a scale for each output; all else stays in `dtype`. Raises
-    RequestError, ModelNotFound, ConfigError, CheckpointError.
+    them, become integers with a scale for each output; all else stays in `dtype`. In a process that
+    is one of several ranks (`parallel`) this is its part of the model, or with whole=True all of
+    it. Raises RequestError, ModelNotFound, ConfigError, CheckpointError.
+
+    Examples:
+
+        >>> from spindle import load_hf
+        >>> model = load_hf("tiny", device="cpu", dtype="float64")
+        >>> model.dtype, model.config.num_layers, model.config.vocab_size
+        (torch.float64, 6, 4096)
     """
     from spindle import hub
 
@@ -57,7 +68,8 @@ def load_hf(
     directory = hub.resolve(model)
     config = ModelConfig.from_directory(directory)
     place = pick_device(device)
-    return load(directory, config, pick_dtype(dtype, place, config), place, quantize)
+    ranks = ALONE if whole else current()
+    return load(directory, config, pick_dtype(dtype, place, config), place, quantize, ranks)
 
 
 def load(
@@ -66,15 +78,23 @@ def load(
     dtype: torch.dtype,
     device: torch.device,
     quantize: str | None = None,
+    ranks: Ranks = ALONE,
 ) -> Model:
-    """Build the model of `config` from the safetensors files of `directory`."""
+    """Build the model of `config`, or a rank's part, from the safetensors files of `directory`."""
+    part = part_of(config, ranks.count, directory.name)
+    if quantize is not None and ranks.count > 1:
+        right = "whose scales are of whole rows; expected None, or one process"
+        raise RequestError(f"quantize={quantize!r}: not done for the part of a rank, {right}")
     family = FAMILIES[config.model_type]
     checkpoint = Checkpoint(directory, config, family.prefix, family.buffers)
     checkpoint.check(wishes(config, checkpoint))
     checkpoint.check_positions()
     if device.type == "cpu" and dtype == torch.float32:
         native_sampling.available()  # compiled now, if it must be, and not at the first token
-    model = family(config, checkpoint.reader(dtype, device, quantize))
+    source = checkpoint.reader(dtype, device, quantize)
+    if ranks.count > 1:
+        source = PartReader(checkpoint, dtype, device, quantize, ranks, family.stacked)
+    model = family(part, source)
     model.directory = directory
     return model
 
@@ -207,12 +227,17 @@ class Reader(Source):
         self._open: dict[Path, Any] = {}
 
     def fill(self, out: Tensor, name: str) -> None:
+        file, stored = self._file_of(name)
+        out.copy_(file.get_tensor(stored))
+
+    def _file_of(self, name: str) -> tuple[Any, str]:
+        """The file that has a tensor, and what it is called there."""
         path, stored = self._files[name]
         if path not in self._open:
             self._open[path] = safe_open(path, framework="pt")  # memory-mapped, not read
-        out.copy_(self._open[path].get_tensor(stored))
+        return self._open[path], stored
 
-    def embeddings(self, embed: str, head: str, rows: int, width: int) -> tuple[Tensor, Weight]:
+    def embeddings(self, embed: str, head: str, rows: int, width: int) -> tuple[Table, Weight]:
         """Of a tied pair either may stand for both; two that differ are not tied after all.
 
         That is how transformers has it.
@@ -224,6 +249,52 @@ class Reader(Source):
         other = self(given[1], rows, width)
         same = self.tied and torch.equal(table, other)
         return table, self.tied_head(table) if same else pack(other, None, self.quantize)
+
+
+class PartReader(Reader):
+    """The Source of one rank's part, asked for the shapes that this has (`model.split.part_of`).
+
+    Of a tensor that is cut, the part is all that is read. stacked: ends of names of tensors that
+    are several matrices, and how many.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantize: str | None,
+        ranks: Ranks,
+        stacked: dict[str, int],
+    ) -> None:
+        super().__init__(checkpoint, dtype, device, quantize)
+        self._shapes, self._ranks, self._stacked = checkpoint.shapes, ranks, stacked
+
+    def fill(self, out: Tensor, name: str) -> None:
+        file, stored = self._file_of(name)
+        held = file.get_slice(stored)  # nothing is read yet
+        ends = (n for end, n in self._stacked.items() if name.rpartition(".")[0].endswith(end))
+        for here, there in cuts(out.shape, self._shapes[name], self._ranks.rank, next(ends, 1)):
+            out[here].copy_(held[there])
+
+    def linear(
+        self, parts: dict[str, int], inputs: int, biased: bool, transposed: bool = False
+    ) -> Weight:
+        """Of a weight with fewer inputs than the whole: one term of a sum, the bias in rank 0's."""
+        weight = super().linear(parts, inputs, biased, transposed)
+        whole = self._shapes[f"{next(iter(parts))}.weight"]
+        if inputs < whole[0 if transposed else 1]:
+            weight.join = self._ranks.sum
+            if weight.bias is not None and self._ranks.rank > 0:
+                weight.bias.zero_()  # there all the same: every rank's part has as many bytes
+        return weight
+
+    def embeddings(self, embed: str, head: str, rows: int, width: int) -> tuple[Table, Weight]:
+        """A part of the vocabulary, in both."""
+        table, weight = super().embeddings(embed, head, rows // self._ranks.count, width)
+        assert isinstance(table, Tensor)
+        weight.join = self._ranks.gather
+        return SplitTable(table, self._ranks), weight
 
 
 class Wishes(Source):
@@ -250,7 +321,7 @@ class Wishes(Source):
             raise self.held.misfit(f": it has a tensor of {' x '.join(map(str, shape))} numbers")
         return super()._empty(*shape)
 
-    def embeddings(self, embed: str, head: str, rows: int, width: int) -> tuple[Tensor, Weight]:
+    def embeddings(self, embed: str, head: str, rows: int, width: int) -> tuple[Table, Weight]:
         self.pair = (embed, head)
         return super().embeddings(embed, head, rows, width)
 

@@ -32,8 +32,12 @@ T = TypeVar("T")
 
 
 def has_own_bits(model: Model) -> bool:
-    """Whether each token of a pass has the bits of a pass by itself, whatever is beside it."""
-    panels = all(weight.in_panels for weight in [*layer_weights(model), model.head])
+    """Whether each token of a pass has the bits of a pass by itself, whatever is beside it.
+
+    In a sum over ranks the order may depend on which row it is.
+    """
+    weights = [*layer_weights(model), model.head]
+    panels = all(weight.in_panels and weight.join is None for weight in weights)
     return panels and is_native(model.config) and kernels.rows_are_apart(model.dtype, model.device)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import psutil
 import torch
 
+from spindle import parallel
 from spindle.errors import RequestError, shown
 from spindle.model.layers import Model
 
@@ -16,14 +17,15 @@ def default_blocks(
 ) -> int:
     """Room for all sequences at their longest, within a quarter of the free memory.
 
-    models: whose caches have these blocks, the target and perhaps a draft model.
+    models: whose caches have these blocks, the target and perhaps a draft model. Ranks have as many
+    as fit everywhere.
     """
-    device = models[0].device
+    device, ranks = models[0].device, parallel.current()
     block_bytes, free = _block_bytes(models, block_size), _free_bytes(device)
     if device.type == "cuda":
-        return max(1, int(0.9 * free) // block_bytes - 1)  # and the scratch block
+        return ranks.least(max(1, int(0.9 * free) // block_bytes - 1))  # and the scratch block
     most = max_seqs * -(-max_model_len // block_size)
-    return max(1, min(most, free // 4 // block_bytes - 1))
+    return ranks.least(max(1, min(most, free // (4 * ranks.here) // block_bytes - 1)))
 
 
 def check_memory(
