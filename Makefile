@@ -15,10 +15,10 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c c
 NEEDS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lab notebooks book bench matrix museum fuzz soak fetch doctor clean
+.PHONY: help run test lab notebooks book book-check bench matrix museum fuzz batch-kills soak fetch doctor clean
 
 help: ## list what can be made
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
 
 run: $(VENV)/.base ## generate text with the bundled model
 	@printf '%s' "$$PROMPT"
@@ -39,8 +39,11 @@ notebooks: $(VENV)/.dev ## run all notebooks and store their outputs
 	@$(PY) notebooks/execute.py
 
 book: $(VENV)/.dev ## build the book into book/_build/html
-	@$(PY) -m sphinx -b html -W --keep-going -c book . book/_build/html
+	@$(PY) -m sphinx -b html -W --keep-going -j auto -c book . book/_build/html
 	@echo 'Open book/_build/html/book/index.html'
+
+book-check: book ## open every page of the book in Chromium, other hosts blocked; SHOTS=DIR for pictures
+	@$(PY) book/check.py $(if $(SHOTS),--screenshots $(SHOTS))
 
 bench: $(VENV)/.dev ## this engine beside the others that are installed
 	@$(PY) -m spindle fetch $(MODEL)
@@ -52,9 +55,13 @@ matrix: $(VENV)/.dev ## every feature against references that know none of it; M
 museum: $(VENV)/.dev ## plant every fault of the museum, and see who notices
 	@OMP_NUM_THREADS=1 $(PY) tests/museum/run.py
 
-fuzz: $(VENV)/.dev ## 2,000 damaged files and 5,000 hostile calls
+fuzz: $(VENV)/.dev ## 2,000 damaged files, 5,000 hostile calls, 240 kills
 	@OMP_NUM_THREADS=1 $(PY) tests/fuzz/files.py --count 2000
 	@OMP_NUM_THREADS=1 $(PY) tests/fuzz/calls.py --count 5000
+	@OMP_NUM_THREADS=1 $(PY) tests/fuzz/kills.py --count 240
+
+batch-kills: $(VENV)/.dev ## kill `spindle batch` ten times in a file of 2,000 lines, and join what is left
+	@OMP_NUM_THREADS=1 $(PY) tests/fuzz/batch_kills.py --lines 2000 --kills 10
 
 soak: $(VENV)/.dev ## 20,000 requests of all kinds through small pools
 	@OMP_NUM_THREADS=1 $(PY) tests/fuzz/soak.py --count 20000

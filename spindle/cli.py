@@ -1,4 +1,4 @@
-"""The `spindle` command: generate, chat, fetch, doctor, bench.
+"""The `spindle` command: generate, chat, batch, serve, fetch, doctor, bench.
 
 Text goes to stdout and everything else to stderr, so that a pipe gets the text alone. The exit
 status is 0 when it is done, 1 for a fault of ours, 2 for a fault in what we were given (one line
@@ -20,6 +20,7 @@ import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from spindle.bench import BENCHES
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 OUR_FAULT, USER_FAULT, INTERRUPTED, NO_READER = 1, 2, 130, 141  # shells count 128 + the signal
 
+ERROR = "spindle: error: "
 LONGEST = 1000  # characters of an error: an option's value may be a whole file
 
 PROMPT = "The capital of France is"  # where none is given
@@ -46,6 +48,8 @@ EXAMPLES = """examples:
   spindle fetch smollm2
   spindle generate -m smollm2 -p "The capital of France is" -n 16 --temperature 0
   spindle chat -m smollm2
+  spindle batch prompts.jsonl answers.jsonl -m smollm2
+  spindle serve -m smollm2
   spindle doctor
 """
 GENERATE_EXAMPLES = r"""examples:
@@ -55,7 +59,9 @@ GENERATE_EXAMPLES = r"""examples:
   spindle generate -m path/to/checkpoint -p "Hello" --json | python -m json.tool
   spindle generate -m smollm2 -p "Repeat: to be or not to be, that is the question" --ngram
   spindle generate -p "def area(" --stop $'\n\n' --stop "def "
+  torchrun --nproc-per-node 3 -m spindle generate -m smollm2 -p "Once upon a time"
 
+torchrun has as many processes run one model, each a part of it: their number divides its heads.
 A stop string is taken as it is: a backslash is a backslash, and $'\n' is the shell's newline.
 MODEL is a bundled name (tiny, tiny-draft), a fetched one (smollm2), a directory with config.json,
 *.safetensors and tokenizer.json, or the id of a model on the hub.
@@ -70,11 +76,65 @@ stops an answer, and what was said of it stays in the conversation; at the promp
 leaves with status 130. From a pipe each line is a turn, and stdout gets the answers alone. The
 model needs a chat template, as models tuned for chat have one.
 """
+BATCH_EXAMPLES = r"""examples:
+  spindle batch prompts.jsonl answers.jsonl -m smollm2
+  spindle batch prompts.jsonl answers.jsonl -m smollm2 --errors refused.jsonl -q
+  spindle batch prompts.jsonl answers.jsonl -m path/to/checkpoint --replicas 8
+
+Each line of IN is an object as in OpenAI's batch files:
+  {"custom_id": "a", "method": "POST", "url": "/v1/completions",
+   "body": {"prompt": "A list is", "max_tokens": 16, "temperature": 0}}
+or, with "url": "/v1/chat/completions", has "messages" in its body. Each line of OUT is one of their
+results, in the order in which they end. The same command again goes on where it was stopped, by
+whatever means: a line that has its result in OUT is not run again. OUT must have been made of these
+lines, this model and these options; lines may be added to IN meanwhile, and refused ones mended.
+
+A line that cannot be run is told on stderr with its number, and has no result; with --errors FILE,
+which begins anew each time, it is written there too, and the status is 2. Without a seed in its
+body a line draws by its custom_id. With batch invariance the results are the same however often it
+was stopped, and with any number of replicas: that is the default where native code makes it cheap
+(float32 on a CPU); elsewhere each token would have a pass of its own.
+"""
+SERVE_EXAMPLES = r"""examples:
+  spindle serve -m smollm2
+  spindle serve -m smollm2 --port 0 --max-seqs 64 --ngram
+  SPINDLE_API_KEY="$(cat key.txt)" spindle serve -m path/to/checkpoint --host 0.0.0.0
+  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \
+    -d '{"prompt": "A list is", "max_tokens": 16, "temperature": 0}'
+
+What speaks OpenAI's API can talk to it, with http://127.0.0.1:8000/v1 for its base URL: completions
+and chat completions, streamed or not, and the list of models. What a field asks for is done, or
+refused by name; the header Spindle-Unused-Fields names those that have no effect here. Beside them
+/health says whether it takes requests, and /metrics counts, for Prometheus.
+
+The address is printed when it is ready; --port 0 takes a free port. With an API key everything but
+/health asks for it, as a bearer token. Give it in SPINDLE_API_KEY: what is on the command line can
+be read by every user of the machine. Without one, whoever reaches the port may use it; on a
+loopback address it takes no requests for other host names, behind which a web page could hide.
+
+A client that goes away ends its requests. Ctrl-C, and SIGTERM, take no more requests and give those
+that run --grace seconds; Ctrl-C again ends it at once. The status is 130 after Ctrl-C, 0 after
+SIGTERM.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; what is wrong is one line on stderr."""
     argv = sys.argv[1:] if argv is None else list(argv)
+    if is_rank():
+        from spindle import launched
+
+        return launched.main(argv)
+    return command(argv)
+
+
+def is_rank() -> bool:
+    """Whether this process is one of several that torchrun has started, to run one model."""
+    return "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
+
+
+def command(argv: Sequence[str]) -> int:
+    """`main` in this process, whatever others there are."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # an ASCII terminal shows \u20ac, and nothing crashes
             stream.reconfigure(errors="backslashreplace")
@@ -88,10 +148,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BaseException as error:
         if "--debug" in argv and not isinstance(error, BrokenPipeError):
             traceback.print_exc()
-        return _report(error)
+        return report(error)
 
 
-def _report(error: BaseException) -> int:
+def report(error: BaseException) -> int:
     """Say in one line what ended the command; returns its exit status."""
     _drop_unwritten_output()
     if isinstance(error, BrokenPipeError):
@@ -114,7 +174,7 @@ def complain(message: str) -> None:
     joined = "; ".join(lines).replace(":; ", ": ")
     half = LONGEST // 2
     cut = joined if len(joined) <= LONGEST else f"{joined[:half]} ... {joined[-half:]}"
-    print(f"spindle: error: {printable(cut)}", file=sys.stderr)
+    print(f"{ERROR}{printable(cut)}", file=sys.stderr)
 
 
 def say(text: str) -> None:
@@ -161,6 +221,8 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     options = _sampling_options()
     _add_generate(commands, debug, options)
     _add_chat(commands, debug, options)
+    _add_batch(commands, debug)
+    _add_serve(commands, debug)
     _add_fetch(commands, debug)
     _add_doctor(commands, debug)
     _add_bench(commands, debug, argv)
@@ -232,6 +294,71 @@ def _add_chat(commands: Any, *shared: argparse.ArgumentParser) -> None:
     add("-n", "--max-new-tokens", type=int, default=512, metavar="N", help="an answer's (512)")
     add("--system", metavar="TEXT", help="what the model is told first, after each /reset too")
     parser.set_defaults(run=chat)
+
+
+def _add_batch(commands: Any, debug: argparse.ArgumentParser) -> None:
+    about = "answer a file of prompts, line by line; it can be stopped and goes on"
+    parser = commands.add_parser(
+        "batch", parents=[debug], help=about, description=about, epilog=BATCH_EXAMPLES
+    )
+    add = parser.add_argument
+    add("input", type=Path, metavar="IN", help="lines in the form of OpenAI's batch files")
+    add("output", type=Path, metavar="OUT", help="their results; what is there is not done again")
+    add("-m", "--model", required=True, help="what to run")
+    about = "what bodies call the model, and results (default: MODEL)"
+    add("--served-model-name", metavar="NAME", help=about)
+    add("--errors", type=Path, metavar="FILE", help="write the refused lines there too")
+    add("--device", default="auto", help="auto, cpu or cuda (default: auto)")
+    add("--dtype", default="auto", help="auto, float32, bfloat16, float16 or float64")
+    add("--quantize", choices=("int8",), help="weights of linear layers in 8 bits")
+    add("--max-seqs", type=int, default=32, metavar="N", help="answers at once (default: 32)")
+    add("--max-model-len", type=int, metavar="N", help="prompt and answer together, in tokens")
+    add("--num-blocks", type=int, metavar="N", help="blocks of 16 tokens in the KV cache")
+    about = "the same tokens whatever runs beside them (default: where that is cheap)"
+    add("--batch-invariant", action=argparse.BooleanOptionalAction, help=about)
+    about = "so many engines; with more than one by Ray Data, on its cluster if there is one"
+    add("--replicas", type=int, default=1, metavar="N", help=about)
+    add("-q", "--quiet", action="store_true", help="stderr has the refused lines alone")
+    parser.set_defaults(run=batch)
+
+
+def _add_serve(commands: Any, debug: argparse.ArgumentParser) -> None:
+    about = "answer OpenAI's API over HTTP, many requests at once"
+    parser = commands.add_parser(
+        "serve", parents=[debug], help=about, description=about, epilog=SERVE_EXAMPLES
+    )
+    add, number = parser.add_argument, {"type": int, "metavar": "N"}
+    add("-m", "--model", required=True, help="what to run")
+    add("--served-model-name", metavar="NAME", help="what clients call it (default: MODEL)")
+    add("--host", default="127.0.0.1", help="the address to listen at (default: 127.0.0.1)")
+    add("--port", type=int, default=8000, help="0: a free one, which is printed (default: 8000)")
+    about = "what clients have to send; SPINDLE_API_KEY in the environment is safer"
+    add("--api-key", metavar="KEY", help=about)
+    about = "a page's origin, whose scripts may read the answers; *: of all; repeatable"
+    add("--allow-origin", action="append", default=[], metavar="ORIGIN", help=about)
+    add("--max-body-bytes", default=2**20, **number, help="of a request (default: 1048576)")
+    add("--max-prompts", default=64, **number, help="prompts in a request (default: 64)")
+    add("--max-prompt-tokens", **number, help="tokens of a prompt (default: what the model takes)")
+    add("--max-n", default=16, **number, help="answers to a prompt (default: 16)")
+    add("--max-queue", default=256, **number, help="answers that may wait (default: 256)")
+    add("--grace", type=float, default=10.0, metavar="S", help="seconds to end in (default: 10)")
+    add("--device", default="auto", help="auto, cpu or cuda (default: auto)")
+    add("--dtype", default="auto", help="auto, float32, bfloat16, float16 or float64")
+    add("--quantize", choices=("int8",), help="weights of linear layers in 8 bits")
+    add("--max-seqs", default=32, **number, help="answers that run at once (default: 32)")
+    add("--max-batch-tokens", **number, help="tokens of a step (default: 512, or what drafts need)")
+    add("--max-model-len", **number, help="prompt and answer together (default: the model's)")
+    add("--num-blocks", **number, help="of the KV cache (default: by the free memory)")
+    add("--block-size", default=16, **number, help="tokens of a block (default: 16)")
+    add("--no-prefix-cache", action="store_true", help="prompts that begin alike share nothing")
+    add("--preemption", choices=("recompute", "swap"), default="recompute", help="when blocks end")
+    about = "the same bits for a request, whatever runs beside it; slow without native code"
+    add("--batch-invariant", action="store_true", help=about)
+    drafts = parser.add_mutually_exclusive_group()
+    drafts.add_argument("--draft", metavar="MODEL", help="draft with a smaller model, or with int8")
+    drafts.add_argument("--ngram", action="store_true", help="draft from the text itself")
+    add("-k", **number, help="drafts a pass, at most (default: 5)")
+    parser.set_defaults(run=serve)
 
 
 def _add_fetch(commands: Any, debug: argparse.ArgumentParser) -> None:
@@ -446,6 +573,14 @@ def read_prompt(prompt: str) -> str:
     """The prompt itself, or for "-" all of stdin. RequestError: stdin is not UTF-8."""
     if prompt != "-":
         return prompt
+    if is_rank():
+        from spindle import parallel
+
+        return parallel.current().text(_stdin)
+    return _stdin()
+
+
+def _stdin() -> str:
     if sys.stdin is None:
         raise RequestError("stdin is closed; expected the prompt there, since it was given as '-'")
     if sys.stdin.isatty():
@@ -464,6 +599,57 @@ def chat(args: argparse.Namespace) -> int:
     from spindle.chat import converse
 
     return converse(args)
+
+
+def batch(args: argparse.Namespace) -> int:
+    """Answer a file of prompts; the status is 2 if lines were refused."""
+    from spindle.batch.command import run
+
+    return USER_FAULT if run(args) else 0
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Serve until a signal says to stop. The port is taken before the model is loaded."""
+    from spindle import LLM
+    from spindle.server import Options, Server, bound
+
+    options = Options(
+        host=args.host,
+        port=args.port,
+        name=args.served_model_name or args.model,
+        api_key=os.environ.get("SPINDLE_API_KEY") if args.api_key is None else args.api_key,
+        allow_origins=args.allow_origin,
+        max_body_bytes=args.max_body_bytes,
+        max_prompts=args.max_prompts,
+        max_prompt_tokens=args.max_prompt_tokens,
+        max_n=args.max_n,
+        max_queue=args.max_queue,
+        grace_s=args.grace,
+    )
+    engine = _engine_options(args)
+    with bound(options) as listener:
+        server = Server(LLM(args.model, **engine), options, listener)
+        if options.api_key is None and not server.on_loopback:
+            words = f"whoever reaches {server.url} may use it: set SPINDLE_API_KEY to ask for a key"
+            print(f"spindle: warning: {words}", file=sys.stderr)
+        came = server.run_until_signal(lambda: say(f"serving {options.name} at {server.url}\n"))
+    return INTERRUPTED if came == signal.SIGINT else 0
+
+
+def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What `LLM` is made with."""
+    speculate, k = speculation(args)
+    names = [
+        *("device", "dtype", "quantize", "max_seqs", "max_model_len"),
+        *("num_blocks", "block_size", "preemption", "batch_invariant"),
+    ]
+    rows = max(512, args.max_seqs * (1 + (k if speculate else 0)))
+    return {name: getattr(args, name) for name in names} | {
+        "max_batch_tokens": rows if args.max_batch_tokens is None else args.max_batch_tokens,
+        "prefix_cache": not args.no_prefix_cache,
+        "speculate": speculate,
+        "k": k,
+    }
 
 
 def fetch(args: argparse.Namespace) -> int:

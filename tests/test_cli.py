@@ -776,12 +776,21 @@ def test_a_usage_error_is_one_line(
 
 
 def test_every_command_has_help_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    commands = (["generate"], ["chat"], ["fetch"], ["doctor"], ["bench"], ["bench", "peers"])
+    commands = (
+        ["generate"],
+        ["chat"],
+        ["batch"],
+        ["serve"],
+        ["fetch"],
+        ["doctor"],
+        ["bench"],
+        ["bench", "peers"],
+    )
     for args in ([], *commands):
         assert cli.main([*args, "--help"]) == 0
         out, err = capsys.readouterr()
         assert out.startswith(f"usage: {' '.join(['spindle', *args])}") and err == ""
-        if args in ([], ["generate"], ["chat"], ["fetch"]):
+        if args in ([], ["generate"], ["chat"], ["batch"], ["serve"], ["fetch"]):
             assert "example" in out
 
 
@@ -795,7 +804,9 @@ sys.exit(f"imported {heavy}" if heavy else status)
 """
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["doctor"], ["bench"]])
+@pytest.mark.parametrize(
+    "command", [[], ["generate"], ["chat"], ["batch"], ["serve"], ["doctor"], ["bench"]]
+)
 def test_help_imports_nothing_heavy(command: list[str]) -> None:
     run = subprocess.run(
         [sys.executable, "-c", NO_TORCH, *command, "--help"],

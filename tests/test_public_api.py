@@ -79,12 +79,13 @@ def test_importing_spindle_takes_little_beyond_torch():
 
 # A room may import itself and what stands here; a module's own line goes before its folder's.
 # Only modules of spindle count. `*`: anything.
-EVERYONE_MAY = ("errors", "config", "paths", "interrupts")
+EVERYONE_MAY = ("errors", "config", "paths", "interrupts", "threads")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
     "config": (),
     "paths": (),
     "interrupts": (),
+    "threads": (),
     "chat_template": ("sandbox",),
     "sandbox": (),
     "tokenizer": ("hub", "chat_template", "tokenizer_file"),
@@ -95,18 +96,19 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "hub": ("recipes",),
     "kernels": (),
     "kvcache": ("kernels",),
-    "model": ("kernels",),
-    "model.weights": ("kernels", "hub", "tokenizer"),
-    "decode": ("kernels", "kvcache", "model", "hub", "tokenizer"),
+    "model": ("kernels", "parallel"),
+    "model.weights": ("kernels", "parallel", "hub", "tokenizer"),
+    "decode": ("kernels", "parallel", "kvcache", "model", "hub", "tokenizer"),
     "serve": (
-        *("kernels", "kvcache", "model", "hub", "tokenizer"),
+        *("kernels", "parallel", "kvcache", "model", "hub", "tokenizer"),
         *("decode.sampling", "decode.stats", "decode.graphs", "decode.speculative"),
         *("decode.params", "decode.penalties", "decode.logprobs", "decode.detokenize"),
         *("decode.beam", "decode.drafters", "decode.pace"),
     ),
-    "server": ("serve",),
-    "batch": ("serve",),
-    "parallel": ("serve",),
+    "openai_form": (*("serve", "tokenizer", "chat_template", "decode.params", "decode.logprobs"),),
+    "server": ("serve", "openai_form", "model", "tokenizer", "decode.params"),
+    "batch": ("serve", "openai_form", "hub", "tokenizer", "model", "decode.params"),
+    "parallel": (),  # collectives: a part's weights call them, a seed and the free memory ask them
     "checkpoints": ("hub", "tokenizer", "model", "decode", "kvcache"),
     "plots": ("player", "lesson"),
     "player": ("lesson",),
@@ -114,6 +116,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "bench": ("*",),
     "cli": ("*",),
     "chat": ("*",),  # the part of the command line that talks
+    "launched": ("*",),  # the part of the command line that torchrun starts several of
     "together": ("*",),  # the part of the command line that runs several prompts at once
     "doctor": ("*",),  # the part of the command line that says what is missing
     "__main__": ("cli",),

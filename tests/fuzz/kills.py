@@ -118,7 +118,11 @@ def killed_at(work: Work, line: int) -> bool:
 
 def killed_after(work: Work, seconds: float, group: bool) -> bool:
     """Kill a process that does the work, and maybe all that it has started; whether it was late."""
-    pid = forked(work)
+    return killed_in(forked(work), seconds, group)
+
+
+def killed_in(pid: int, seconds: float, group: bool = False) -> bool:
+    """The same of a process that `forked` has started."""
     time.sleep(seconds)
     done, _ = os.waitpid(pid, os.WNOHANG)
     if done:
