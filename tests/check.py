@@ -64,11 +64,12 @@ def parts(left_out: Sequence[Path] = (), without_model: bool = False) -> list[Pa
     pytest = (*PYTHON, "pytest", *color)
     tests = (*pytest, *SPREAD, "worksteal", "--hypothesis-profile=ci")
     nothing_left = (0, 5) if left_out else (0,)  # pytest ends with 5 when it has collected nothing
-    book = ("-b", "html", "-W", "--keep-going", "-q", "-c", "book", ".", "book/_build/html")
+    book = ("-b", "html", "-W", "--keep-going", "-q", "-j", "auto", "-c", "book", ".")
     return [
         Part("lint", (*PYTHON, "ruff", "check", ".")),
         Part("format", (*PYTHON, "ruff", "format", "--check", ".")),
         Part("types", (*PYTHON, "mypy")),
+        Part("spelling", (*PYTHON[:1], "tests/spelling.py")),
         Part("pytest", (*tests, *marks), ONE_THREAD, True),
         Part("stored", (*PYTHON[:1], "notebooks/execute.py", "--check")),
         Part(
@@ -78,7 +79,8 @@ def parts(left_out: Sequence[Path] = (), without_model: bool = False) -> list[Pa
             True,
             nothing_left,
         ),
-        Part("book", (*PYTHON, "sphinx", *book)),
+        Part("book", (*PYTHON, "sphinx", *book, "book/_build/html")),
+        Part("links", (*PYTHON[:1], "book/links.py")),
     ]
 
 

@@ -67,7 +67,7 @@ def test_only_runs_the_part_that_was_named(
 
 def test_list_names_the_parts(capsys: pytest.CaptureFixture[str]) -> None:
     assert check.main(["--list"]) == 0
-    names = ["lint", "format", "types", "pytest", "stored", "nbval", "book"]
+    names = "lint format types spelling pytest stored nbval book links".split()
     assert capsys.readouterr().out.split() == names
 
 

@@ -5,6 +5,16 @@ hundreds of them. A CUDA graph keeps what a step has sent to the GPU and sends i
 It keeps addresses and numbers as they were, so a step has to be fit for it: `decode.step` is
 written to be, and `decode.capture` checks that it is, where there is no GPU. On a CPU the pass of
 a step is native calls for the most part, and they are kept and done again in the same manner.
+
+Examples:
+
+    >>> from spindle import Engine, Tokenizer, graphs, load_hf
+    >>> tok, model = Tokenizer("tiny"), load_hf("tiny")
+    >>> prompt = tok.encode("A list is")
+    >>> run, _ = Engine(model).generate(prompt, temperature=0)
+    >>> replayed, _ = graphs.enable(Engine(model)).generate(prompt, temperature=0)
+    >>> run == replayed
+    True
 """
 
 from __future__ import annotations

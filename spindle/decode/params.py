@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass, replace
 from itertools import islice
 from numbers import Integral, Real
@@ -26,10 +26,12 @@ def check_prompt(ids: Iterable[int], vocab_size: int, most: int) -> list[int]:
         ids = list(islice(ids, most + 1))
         if len(ids) > most:
             raise RequestError(f"the prompt has more than {most} tokens; at most {most} fit")
+    if isinstance(ids, Sized) and getattr(ids, "ndim", 1) == 1 and len(ids) > most:  # not one by one
+        raise RequestError(f"the prompt has {len(ids)} tokens; at most {most} fit")
     prompt = check_ids(ids, vocab_size)
     if not prompt:
         raise RequestError("the prompt has no tokens; expected at least one")
-    if len(prompt) > most:
+    if len(prompt) > most:  # of an iterable that did not say so
         raise RequestError(f"the prompt has {len(prompt)} tokens; at most {most} fit")
     return prompt
 
@@ -92,8 +94,18 @@ class SamplingParams:
     best_of: answers that are made, n .. 128, of which the n likeliest are given, the likeliest
         first (the sum of their tokens' logprobs, as reported, decides); None: n. (As in
         OpenAI's completions.)
+
     `stop` and `stop_token_ids` are kept as tuples, empty for None. Raises RequestError, naming
     the field, on construction.
+
+    Examples:
+
+        >>> from spindle import SamplingParams
+        >>> SamplingParams(temperature=0.7, top_p=0.9, stop="END").stop
+        ('END',)
+        >>> SamplingParams(top_p=2)
+        Traceback (most recent call last):
+        spindle.errors.RequestError: top_p=2: expected a number above 0 and at most 1
     """
 
     max_tokens: int | None = 16
@@ -131,7 +143,11 @@ class SamplingParams:
 
     def seeded(self) -> SamplingParams:
         """The same parameters with a seed: the one they have, or a fresh one."""
-        return self if self.seed is not None else replace(self, seed=secrets.randbits(63))
+        if self.seed is not None:
+            return self
+        from spindle import parallel  # which brings torch
+
+        return replace(self, seed=parallel.current().number(secrets.randbits(63)))
 
     @property
     def samples(self) -> int:

@@ -358,7 +358,7 @@ def _ranked(
 def _in_nucleus(before: Tensor, rows: SamplingRows) -> Tensor:
     """Top-p: a token stays when the tokens likelier than it hold less, before [R, V] -> [R, V].
 
-    The smallest set that reaches top_p (Holtzman et al. 2019, section 3.1).
+    The smallest set that reaches top_p (Holtzman et al. 2020, section 3.1).
     """
     keep = (before < rows.top_p[:, None]) | (rows.top_p[:, None] >= 1)
     keep[:, 0].fill_(True)  # also when top_p is so small that float32 calls it 0

@@ -9,6 +9,17 @@ What comes out has the target's distribution, whatever the drafts are (Leviathan
 appendix A.1; Chen et al. 2023, theorem 1). A plain guess is a q with all its weight on one id: then
 sampling the target's token and comparing has the same law, and the tokens are those of plain seeded
 sampling.
+
+Examples:
+
+    >>> from spindle import Engine, Tokenizer, load_hf, speculative
+    >>> tok, eng = Tokenizer("tiny"), Engine(load_hf("tiny"))
+    >>> prompt = tok.encode("The with statement is used to")
+    >>> plain, _ = eng.generate(prompt, 64, temperature=0)
+    >>> drafter = speculative.ModelDrafter(Engine(load_hf("tiny-draft")))
+    >>> ids, stats = speculative.generate(eng, drafter, prompt, 5, 64, temperature=0)
+    >>> ids == plain, stats.speculation.passes < len(ids)
+    (True, True)
 """
 
 from __future__ import annotations
@@ -105,7 +116,7 @@ def drafter_for(speculate: str | Path | Drafter | None, model: Model) -> Drafter
         if model.directory is None:
             raise RequestError('speculate="int8": the model was not loaded from a checkpoint')
         name, quantize = model.directory, "int8"
-    draft = Engine(load_hf(name, model.device, model.dtype, quantize))
+    draft = Engine(load_hf(name, model.device, model.dtype, quantize, whole=True))
     return ModelDrafter(enable_if_free(draft))
 
 

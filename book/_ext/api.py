@@ -1,0 +1,123 @@
+"""The API page: every public name, then every room, from the docstrings."""
+
+import inspect
+import pkgutil
+import re
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from sphinx.application import Sphinx
+
+FIELD = re.compile(r"([a-z_]\w*(?:, [a-z_]\w*)*): (?=\S)")
+OUTSIDE = re.compile(r"spindle\.(__main__|cli|bench|checkpoints)\b")
+
+
+def list_the_names(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Fill the API page: the public names, then each room with what it defines."""
+    if docname == "book/api":
+        listing = "\n".join(public_names() + rooms())
+        source[0] = source[0].replace("<!-- names -->", listing)
+
+
+def public_names() -> list[str]:
+    """A section for every name in `spindle.__all__`."""
+    package = import_module("spindle")
+    names = getattr(package, "__all__", [])
+    return ["## Public names", *(entry("###", package, name) for name in names)]
+
+
+def rooms() -> list[str]:
+    """A section for every module that defines something public, without what came before."""
+    package = import_module("spindle")
+    shown = [getattr(package, name) for name in getattr(package, "__all__", [])]
+    text = []
+    for found in pkgutil.walk_packages(package.__path__, "spindle."):
+        if OUTSIDE.match(found.name):
+            continue
+        module = import_module(found.name)
+        names = [name for name in own_names(module) if getattr(module, name) not in shown]
+        if module.__doc__ and names:
+            text += [f"## {found.name}", rst(f".. automodule:: {found.name}")]
+            text += [entry("###", module, name) for name in names]
+    return text
+
+
+def own_names(module: ModuleType) -> list[str]:
+    """The documented functions and classes that a module defines and does not hide, in order."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if (inspect.isclass(value) or inspect.isfunction(value))
+        and value.__module__ == module.__name__
+        and value.__doc__
+        and not name.startswith("_")
+    ]
+
+
+def entry(heading: str, module: ModuleType, name: str) -> str:
+    """One name: a heading, which links point to, and its signature and docstring."""
+    value = getattr(module, name)
+    if inspect.ismodule(value):
+        return f"{heading} {name}\n\nThe module `{value.__name__}`, which has its own place below."
+    kind = "class" if inspect.isclass(value) else "function"
+    return f"{heading} {name}\n\n{rst(f'.. auto{kind}:: {module.__name__}.{name}', '   :members:')}"
+
+
+def rst(*lines: str) -> str:
+    """A reStructuredText directive inside a Markdown page."""
+    options = "" if len(lines) == 1 or "autofunction" in lines[0] else "\n".join(lines[1:])
+    return f"```{{eval-rst}}\n{lines[0]}\n{options}\n```\n"
+
+
+def plain_docstring(
+    app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]
+) -> None:
+    """Our docstrings are plain text: make them reStructuredText that says the same."""
+    lines[:] = to_rst(lines)
+
+
+def to_rst(lines: list[str]) -> list[str]:
+    """Indented text becomes a literal block, `x: meaning` an item, everything else is escaped."""
+    out: list[str] = []
+    inside = ""  # "literal", "item", or "" for a paragraph
+    for line in lines:
+        if not line.strip():
+            out.append("")
+            inside = "literal" if inside == "literal" else ""
+        elif line[0] == " " and inside != "item":
+            out += [] if inside == "literal" else ["", "::", ""]
+            out.append("   " + line)
+            inside = "literal"
+        elif (field := FIELD.match(line)) and (inside == "item" or ended(out)):
+            out += ["", f"- ``{field.group(1)}``: {escaped(line[field.end() :])}"]
+            inside = "item"
+        elif bullet := re.match(r"(?:[-*]|\d+\.) ", line):
+            out += ["", "- " + escaped(line[bullet.end() :])]
+            inside = "item"
+        elif inside == "item" and not line.startswith("Raises "):
+            out.append("  " + escaped(line.strip()))
+        else:
+            out += [escaped(line)] if inside == "" else ["", escaped(line)]
+            inside = ""
+    return [*out, ""]
+
+
+def ended(out: list[str]) -> bool:
+    """Whether a sentence is over: a line that goes on with `word: ` is still part of it."""
+    return not out or not out[-1] or out[-1][-1] in ".;:"
+
+
+def escaped(line: str) -> str:
+    """A line whose `code` is code, and in which nothing else means anything to docutils."""
+    parts = re.split(r"`+(\S|\S[^`]*\S)`+", line)
+    return "".join(
+        f"\\ ``{part}``\\ " if at % 2 else re.sub(r"([!-/:-@\[-`{-~])", r"\\\1", part)
+        for at, part in enumerate(parts)
+    )
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    app.connect("source-read", list_the_names)
+    app.connect("autodoc-process-docstring", plain_docstring)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

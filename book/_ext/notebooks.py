@@ -1,0 +1,155 @@
+"""Notebooks as pages: none that failed, a place and words for every figure, all in one file.
+
+A figure is named by its chapter and its order in it: 07_paging.html#figure-2. Its words for those
+who cannot see it are its claim, read in the cell that draws it (a number that the cell computes is
+left out there), and what its axes are called.
+"""
+
+import ast
+import inspect
+import json
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.errors import SphinxError
+
+ARCHIVE = "spindle-notebooks.zip"
+LINK = (
+    '<a class="headerlink" href="#{0}" title="Link to this {1}" aria-label="Link to this {1}">#</a>'
+)
+AXES = {"roofline_dots": ("rows in a pass", "tokens a second")}  # what a figure says by itself
+
+
+def is_notebook(app: Sphinx, docname: str) -> bool:
+    return Path(app.env.doc2path(docname)).suffix == ".ipynb"
+
+
+def refuse_failed_cells(app: Sphinx, docname: str, source: list[str]) -> None:
+    """End the build if a stored notebook holds an error: the page would pass it off as output."""
+    if not is_notebook(app, docname):
+        return
+    for number, cell in enumerate(json.loads(source[0])["cells"], 1):
+        for output in cell.get("outputs", []):
+            if output["output_type"] == "error":
+                what = f"{output['ename']}: {output['evalue']}"
+                raise SphinxError(f"{docname}, cell {number} failed when it was run: {what}")
+
+
+# --- figures ------------------------------------------------------------------------------------
+
+
+def name_figures(app: Sphinx, doctree: nodes.document, docname: str) -> None:
+    """Give every picture and player of a notebook an id, a link to itself, and words."""
+    if not is_notebook(app, docname):
+        return
+    words = alternatives(Path(app.env.doc2path(docname)))
+    images = list(doctree.findall(nodes.image))
+    outputs = [
+        node for node in doctree.findall(nodes.container) if "cell_output" in node["classes"]
+    ]
+    players = [node for output in outputs for node in output.findall(nodes.raw)]
+    for number, (image, text) in enumerate(zip(images, words, strict=True), 1):
+        image["alt"] = text or f"A figure of the section “{section_of(image)}”."
+        frame(image, "figure", number)
+    for number, player in enumerate(players, 1):
+        frame(player, "player", number)
+
+
+def frame(node: nodes.Element, kind: str, number: int) -> None:
+    """Wrap a node in a box that a link can point to."""
+    name = f"{kind}-{number}"
+    box = nodes.container(classes=[f"{kind}-box"], ids=[name])
+    node.replace_self(box)
+    box += [node, nodes.raw("", LINK.format(name, kind), format="html")]
+
+
+def section_of(node: nodes.Node) -> str:
+    """The heading that a node stands under."""
+    while not isinstance(node, nodes.section):
+        node = node.parent
+    return node[0].astext()
+
+
+def alternatives(path: Path) -> list[str]:
+    """The words for each stored picture of a notebook, in order."""
+    found = []
+    for cell in json.loads(path.read_text("utf-8"))["cells"]:
+        pictures = sum("image/png" in output.get("data", {}) for output in cell.get("outputs", []))
+        words = list(claims("".join(cell["source"]))) if pictures else []
+        found += [words[at] if at < len(words) else "" for at in range(pictures)]
+    return found
+
+
+def claims(source: str) -> Iterator[str]:
+    """The title and the axes of each figure that a cell draws with `plots`, in words."""
+    from spindle import plots
+
+    named: dict[str, str] = {}
+    for node in ordered(ast.parse(source)):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            named[node.targets[0].id] = text_of(node.value, named)
+        elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+            named[node.target.id] = named.get(node.target.id, "") + text_of(node.value, named)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).startswith("plots."):
+            yield from claim(getattr(plots, ast.unparse(node.func)[len("plots.") :]), node, named)
+
+
+def ordered(tree: ast.AST) -> list[ast.AST]:
+    """Every node with a place in the text, from the first line to the last, the inner ones last."""
+    placed = [node for node in ast.walk(tree) if hasattr(node, "lineno")]
+    return sorted(placed, key=lambda node: (node.lineno, node.col_offset))
+
+
+def claim(function: Any, call: ast.Call, named: dict[str, str]) -> Iterator[str]:
+    """What one call draws, if it has a title."""
+    signature = inspect.signature(function)
+    if "title" not in signature.parameters or any(word.arg is None for word in call.keywords):
+        return
+    given = signature.bind_partial(*call.args, **{w.arg: w.value for w in call.keywords}).arguments
+    across, up = (text_of(given.get(name), named) for name in ("xlabel", "ylabel"))
+    across, up = AXES.get(function.__name__, (across, up))
+    axes = f" Across: {across}." * bool(across) + f" Up: {up}." * bool(up)
+    yield f"{text_of(given.get('title'), named).rstrip('.')}.{axes}"
+
+
+def text_of(node: Any, named: dict[str, str]) -> str:
+    """The text of a string, an f-string, a sum of them or a name; what is computed is left out."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=parts):
+            return "".join(text_of(part, named) for part in parts)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return text_of(left, named) + text_of(right, named)
+        case ast.Name(id=name):
+            return named.get(name, "…")
+        case None:
+            return ""
+    return "…"
+
+
+# --- all of them in one file --------------------------------------------------------------------
+
+
+def pack(app: Sphinx, error: Exception | None) -> None:
+    """Write the notebooks into one archive beside the static files; the same bytes each time."""
+    if error is not None or app.builder.format != "html":
+        return
+    root = Path(app.srcdir)
+    files = sorted([*root.glob("notebooks/*.ipynb"), *root.glob("notebooks/answers/*.ipynb")])
+    with zipfile.ZipFile(Path(app.outdir) / "_static" / ARCHIVE, "w") as archive:
+        for path in files:
+            entry = zipfile.ZipInfo(path.relative_to(root).as_posix())  # of 1980, whoever builds
+            entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
+            archive.writestr(entry, path.read_bytes())
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    app.connect("source-read", refuse_failed_cells)
+    app.connect("doctree-resolved", name_figures)
+    app.connect("build-finished", pack)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
