@@ -24,6 +24,7 @@ from spindle.player.page import SCRIPT, STYLE, Player
 from spindle.player.traces import Held, Ran, Recorder, Step
 
 BLOCKS, BLOCK_SIZE, SEATS = 25, 8, 8  # chapter 00's memory, in which r2 alone nearly fills it
+OPENING = 100  # the step that is shown first: memory is full, and somebody waits
 MEMORIES = {"contiguous": "in one piece", "paged": "in blocks"}
 POLICIES = {"static": "static batches", "continuous": "continuous batching"}
 
@@ -257,9 +258,10 @@ TOGGLES = """
     bar.append(set);
   });
   all("div").slice(1).forEach(one => { one.hidden = true; });
+  player(all("div")[0]).show(OPENING);
   choose();
 }
 """.replace(
     "CHOICES",
     json.dumps([["Memory", [*MEMORIES.items()]], ["Policy", [*POLICIES.items()]]]),
-)
+).replace("OPENING", str(OPENING))
