@@ -478,7 +478,7 @@ def test_an_llm_is_served_to_its_end_and_needs_a_trace_and_something_to_do():
     player = Player.of_llm(llm, "One")
     assert not llm.has_unfinished
     assert player.captions[0] == "Step 0: q read 3 of their prompts' tokens."
-    assert player.captions[-1] == "Step 2: a row each for q; q done."
+    assert player.captions[-1] == "Step 2: a next token for q; q done."
     with pytest.raises(RequestError, match="no steps"):
         Player.of_llm(llm)
     with pytest.raises(RequestError, match=r"trace=0: expected an LLM that keeps a plan"):

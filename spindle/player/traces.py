@@ -181,7 +181,7 @@ def _says(step: Step, away: set[str]) -> str:
     words = {
         "prefill": "{} read {} of their prompts' tokens",
         "recompute": "{} read {} tokens once more",
-        "decode": "a row each for {}",
+        "decode": "a next token for {}",
         "filler": "a row for nobody in the seats of {}",
     }
     said = [
