@@ -25,6 +25,7 @@ from spindle.errors import RequestError
 EXTRAS = {  # module -> the extra that installs it, what it is for
     "transformers": ("hf", "the tests and `spindle bench peers` have nothing to compare with"),
     "ctranslate2": ("peers", "`spindle bench peers` compares without CTranslate2"),
+    "starlette": ("serve", "there is no `spindle serve`"),
     "matplotlib": ("notebooks", "the notebooks cannot draw"),
     "sphinx": ("book", "`make book` cannot build the book"),
 }

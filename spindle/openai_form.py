@@ -89,9 +89,12 @@ class Asked:
         param = "prompt" if self.messages is None else "messages"
         try:
             if self.messages is not None:
-                return [_checked_ids(_tokenizer(llm).encode_chat(self.messages), llm, param)]
+                text = _tokenizer(llm).render_chat(self.messages)
+                return [
+                    _checked_ids(_encoded(text, llm, param, add_special_tokens=False), llm, param)
+                ]
             return [
-                _checked_ids(_tokenizer(llm).encode(p) if isinstance(p, str) else p, llm, param)
+                _checked_ids(_encoded(p, llm, param) if isinstance(p, str) else p, llm, param)
                 for p in self.prompts
             ]
         except BodyError:
@@ -409,6 +412,14 @@ def _tokenizer(llm: LLM) -> Tokenizer:
     if llm.tokenizer is None:
         raise BodyError("the prompt is text, and the model has no tokenizer; expected token ids")
     return llm.tokenizer
+
+
+def _encoded(text: str, llm: LLM, param: str, add_special_tokens: bool = True) -> list[int]:
+    tokenizer, most = _tokenizer(llm), llm.max_model_len
+    if (least := tokenizer.least_ids(text)) > most:  # others wait while a text is read
+        message = f"the prompt has {least} tokens or more; at most {most} fit"
+        raise BodyError(message, param, "context_length_exceeded")
+    return tokenizer.encode(text, add_special_tokens)
 
 
 def _checked_ids(ids: list[int], llm: LLM, param: str) -> list[int]:

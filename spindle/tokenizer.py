@@ -17,7 +17,7 @@ import codecs
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from spindle.chat_template import DEFAULT, ChatTemplates, read_json
 from spindle.errors import RequestError, TokenizerError, shown
 
 ID_LIMIT = 2**32  # the library counts ids in 32 bits
+MOST_IDS = 2**22  # of an iterator: there may be no end to it
+LONG = 10_000  # characters, whose ids take milliseconds or more
 
 
 class Tokenizer:
@@ -39,6 +41,16 @@ class Tokenizer:
     config.json and tokenizer_config.json that states it. `chat_template` is the checkpoint's own,
     in Jinja, or None. TokenizerError: a file is missing or damaged, or the tokenizer's decoder is
     of a kind that we do not know.
+
+    Examples:
+
+        >>> from spindle import Tokenizer
+        >>> tok = Tokenizer("tiny")
+        >>> ids = tok.encode("The capital of France is")
+        >>> [tok.id_to_token(token) for token in ids[:3]], len(ids)
+        (['The', 'Ġc', 'ap'], 10)
+        >>> tok.decode(ids)
+        'The capital of France is'
     """
 
     def __init__(self, path_or_name: str | Path) -> None:
@@ -48,6 +60,7 @@ class Tokenizer:
         self._spell = _spelling(self._library.decoder, self._path)
         # Not a count: ids may leave gaps, and a table indexed by id needs the largest one.
         self.vocab_size = max(self._library.get_vocab().values(), default=-1) + 1
+        self._reach = tokenizer_file.Reach.of(self._library, BYTE_OF)
         self.bos_id = next(iter(_declared_ids(self._library, folder, "bos_token")), None)
         self.eos_ids = _declared_ids(self._library, folder, "eos_token")
         self._chat = ChatTemplates.read(folder)
@@ -68,11 +81,35 @@ class Tokenizer:
         try:
             text.encode()  # half of a surrogate pair is no character
             with tokenizer_file.panics_named(self._path):
-                return self._library.encode(text, add_special_tokens=add_special_tokens).ids
+                if len(text) < LONG:
+                    return self._library.encode(text, add_special_tokens=add_special_tokens).ids
+                # The same, but other threads can run meanwhile.
+                (only,) = self._library.encode_batch([text], add_special_tokens=add_special_tokens)
+                return only.ids
         except TokenizerError:
             raise
         except Exception as error:  # the library raises no narrower kind
             raise RequestError(f"text to encode: expected whole characters: {error}") from error
+
+    def encode_within(self, text: str, most: int, add_special_tokens: bool = True) -> list[int]:
+        """`encode`, for one who takes `most` ids. RequestError: at once, if they cannot be so few.
+
+        So megabytes are not read to find that they are too long. The ids may yet be more than that.
+        """
+        if (least := self.least_ids(text)) > most:
+            raise RequestError(
+                f"the prompt has {len(text)} characters, which are {least} tokens or more; at most "
+                f"{most} fit"
+            )
+        return self.encode(text, add_special_tokens)
+
+    def least_ids(self, text: str) -> int:
+        """How many ids a text has at least, without reading it: 0 where that cannot be known.
+
+        An id stands for no more characters than the longest token has, unless the tokenizer leaves
+        text out.
+        """
+        return self._reach.least_ids(text) if isinstance(text, str) else 0
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence. RequestError: names the first position with no valid id.
@@ -153,6 +190,16 @@ class StreamDecoder:
     decode(prompt), the first word keeps its space, and a character that the prompt left unfinished
     appears whole. Each push costs the same, however long the text has become: all that is kept is
     the bytes, three at most, of an unfinished character.
+
+    Examples:
+
+        >>> from spindle import StreamDecoder, Tokenizer
+        >>> tok = Tokenizer("tiny")
+        >>> stream = StreamDecoder(tok)
+        >>> [stream.push(token) for token in tok.encode("5 €")]  # of three bytes
+        ['5', ' ', '', '', '€']
+        >>> stream.flush()
+        ''
     """
 
     def __init__(
@@ -190,13 +237,16 @@ def check_ids(ids: Iterable[Any], limit: int = ID_LIMIT, start: int = 0) -> list
     """The ids as Python integers; RequestError names the first position that is not in [0, limit).
 
     Takes Python, numpy and torch integers, and arrays and tensors of one dimension; refuses
-    booleans and floats. Positions are counted from `start`.
+    booleans and floats, and an iterator of more than 4,194,304, which may have no end. Positions
+    are counted from `start`.
     """
     ids = _plain(ids)
-    if not isinstance(ids, Iterable):
+    if not isinstance(ids, Iterable) or isinstance(ids, Mapping | set | frozenset):
         raise RequestError(f"token ids: expected a list of integers, got {type(ids).__name__}")
     values = list[int]()
     for position, value in enumerate(map(_plain, ids), start):
+        if len(values) == MOST_IDS and isinstance(ids, Iterator):
+            raise RequestError(f"token ids: more than {MOST_IDS} from an iterator; give a list")
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < limit:
             raise RequestError(
                 f"token id {shown(value)} at position {position}: "
@@ -284,7 +334,7 @@ def _spelling(decoder: tokenizers.decoders.Decoder | None, path: Path) -> Spelli
 def _folder(path_or_name: str | Path) -> Path:
     """A path is itself; a bare word is a name first, so that it means the model of that name."""
     if isinstance(path_or_name, str | Path):  # what is neither is refused by `resolve`
-        path = Path(path_or_name).expanduser()
+        path = Path(os.path.expanduser(path_or_name))
         if os.path.isdir(path) and path.name != path_or_name:  # a Path of one word equals no str
             return path
     from spindle.hub import resolve  # only here: a directory needs no hub

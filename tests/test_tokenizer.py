@@ -9,6 +9,8 @@ import itertools
 import json
 import os
 import sys
+import threading
+import time
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +33,7 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from spindle.errors import RequestError, TokenizerError
-from spindle.tokenizer import StreamDecoder, Tokenizer, check_ids
+from spindle.tokenizer import LONG, StreamDecoder, Tokenizer, check_ids
 
 TEXTS = [
     "The capital of France is Paris, and the price is 3.50 €.",
@@ -227,6 +229,27 @@ def test_encoding_a_decoded_text_need_not_give_its_ids(pairs):
     again = pair.ours.encode(pair.ours.decode(ids))
     assert pair.ours.decode(ids) == pair.ours.decode(again) == "Hello"
     assert len(again) < len(ids) == 5
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_a_long_text_is_encoded_as_a_short_one(pair, special):
+    text = " ".join(TEXTS) * 30
+    assert len(text) > LONG
+    wanted = pair.ours._library.encode(text, add_special_tokens=special).ids
+    assert pair.ours.encode(text, special) == wanted
+
+
+def test_while_a_long_text_is_encoded_other_threads_run(pairs):
+    """A server's other requests do not stand still: no pause is half of the whole."""
+    text = " ".join(TEXTS) * 300
+    work = threading.Thread(target=pairs["byte-level"].ours.encode, args=(text,))
+    times = [time.perf_counter()]
+    work.start()
+    while work.is_alive():
+        times.append(time.perf_counter())
+        time.sleep(0.001)
+    times.append(time.perf_counter())
+    assert max(np.diff(times)) < (times[-1] - times[0]) / 2
 
 
 def test_a_prompt_is_encoded_whole_whatever_the_file_says(tmp_path):
