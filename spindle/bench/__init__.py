@@ -6,6 +6,7 @@ only when it is asked for. Its name and sentence stand here, so that help needs 
 
 BENCHES = {
     "device": "a GPU from end to end: build, kernels, graphs, bandwidth, latency; or a dry run",
+    "fleet": "many replicas behind a router, simulated with the costs of steps measured here",
     "latency": "one stream: steps run or replayed, ops plain or fused, against the memory's speed",
     "peers": "one stream, eight, and traffic, beside the engines that are installed, by turns",
     "profile": "a decode step part by part, and from the plain step to the bound, lever by lever",
