@@ -231,7 +231,10 @@ class _Reader:
     def full_attention(self, layers: int, positions: int, window: object) -> None:
         """Refuse layers that do not see the whole context; a window as long as it hides nothing."""
         types = self.raw.get("layer_types")
-        if types is not None and types not in ([name] * layers for name in FULL_ATTENTION):
+        if types is not None and not (
+            isinstance(types, list)
+            and any(len(types) == layers == types.count(name) for name in FULL_ATTENTION)
+        ):
             self.refuse("layer_types", types, f"'full_attention' for each of {layers} layers")
         fits = isinstance(window, int) and not isinstance(window, bool) and window >= positions
         if window is not None and not fits:

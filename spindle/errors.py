@@ -15,9 +15,22 @@ A message names the thing, says what was wrong with it, and says what would be r
 before anything has changed. Asserts are for what cannot happen; these are for what users do.
 """
 
+from __future__ import annotations
+
 
 class SpindleError(Exception):
-    """The root of every error that spindle raises on purpose."""
+    """The root of every error that spindle raises on purpose.
+
+    Examples:
+
+        >>> from spindle import LLM, SpindleError
+        >>> llm = LLM("tiny", max_seqs=2)
+        >>> try:
+        ...     llm.generate("")
+        ... except SpindleError as error:
+        ...     print(f"{type(error).__name__}: {error}")
+        RequestError: the prompt has no tokens; expected at least one
+    """
 
 
 class ModelNotFound(SpindleError):
@@ -51,6 +64,9 @@ class OutOfBlocks(SpindleError):
         words = "block" if needed == 1 else "blocks"
         super().__init__(f"{needed} {words} needed, {free} of {total} free; nothing was taken")
         self.needed, self.free, self.total = needed, free, total
+
+    def __reduce__(self) -> tuple[type[OutOfBlocks], tuple[int, int, int]]:
+        return type(self), (self.needed, self.free, self.total)
 
 
 class BlockError(SpindleError):

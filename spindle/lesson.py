@@ -1,6 +1,6 @@
 """What the notebooks share: the cast of requests, the package's own source, guesses, checks.
 
-    from spindle.lesson import CAST, check, expect, reveal, source
+    from spindle.lesson import CAST, check, expect, on_ranks, reveal, source
 
 Nothing here takes part in inference. Everything prints text that is the same on every machine, so
 that a notebook's stored output can be compared.
@@ -8,12 +8,17 @@ that a notebook's stored output can be compared.
 
 import codecs
 import inspect
+import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Number
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from textwrap import dedent
 from typing import Any
 
@@ -26,6 +31,7 @@ __all__ = [
     "Exercise",
     "check",
     "expect",
+    "on_ranks",
     "reveal",
     "smallest_lead",
     "source",
@@ -149,6 +155,52 @@ def smallest_lead(engine: Any, prompt: Sequence[int], answer: Sequence[int]) -> 
         lead = min(lead, first - second)
         logits = engine.extend([token])
     return lead
+
+
+# --- several processes -------------------------------------------------------------------------
+
+_ONE_RANK = """
+import json, sys
+from spindle import parallel
+
+rank, count, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+
+
+def join(name):
+    url = "file://%s/%s?rank=%d&world_size=%d" % (folder, name, rank, count)
+    return parallel.init(url, timeout_s=120)
+
+
+found = {}(join)
+with open(folder + "/%d.json" % rank, "w") as file:
+    json.dump(found, file)
+"""
+
+
+def on_ranks(count: int, work: Callable[..., Any], *helpers: Callable[..., Any]) -> list[Any]:
+    """What `work(join)` returns in each of `count` processes of this machine, by rank.
+
+    A process gets the source of these functions and nothing else, so they import what they need;
+    what is returned has to be JSON's. `join(name)` is `parallel.init()` for one meeting of all of
+    them. RuntimeError, with what it has written: a process failed.
+    """
+    text = "\n\n".join(dedent(inspect.getsource(one)) for one in (*helpers, work))
+    env = os.environ | {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": str(count)}
+    with TemporaryDirectory() as folder:
+        script = Path(folder, "one_rank.py")
+        script.write_text(f"{text}{_ONE_RANK.format(work.__name__)}", encoding="utf-8")
+        argv = [[sys.executable, str(script), str(n), str(count), folder] for n in range(count)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        ranks = [subprocess.Popen(one, env=env, **pipes) for one in argv]  # type: ignore[call-overload]
+        try:
+            said = [rank.communicate()[0] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        for rank, words in zip(ranks, said, strict=True):
+            if rank.returncode:
+                raise RuntimeError(f"a rank ended with status {rank.returncode}:\n{words}")
+        return [json.loads(Path(folder, f"{n}.json").read_text()) for n in range(count)]
 
 
 # --- exercises ---------------------------------------------------------------------------------
@@ -793,3 +845,60 @@ def wanted_share(passes: Sequence[int], wanted: int, number_bytes: int, knee: fl
 def most_seats(gap_ticks: float, knee: float, k: int) -> int:
     """int, the most users whose steps, with k drafts each, take `gap_ticks` ticks or less."""
     return int(gap_ticks * knee // (k + 1)) if gap_ticks >= 1 else 0
+
+
+@check.exercise(
+    "B",
+    inputs=[
+        ([2.0, 1.5], [3, 0], 2048),
+        ([1.5, 2.0], [3, 0], 2048),
+        ([1.0, 1.0, 4.0], [0, 9, 16_383], 16_384),
+        ([-3.0, -1.0, -2.0], [5, 7, 1], 16_384),
+        ([2.5, 2.5, 2.5], [8, 0, 1], 16),
+        ([1.0, 2.5, 2.5], [0, 9, 1], 16),
+    ],
+)
+def likeliest_of_parts(best: Sequence[float], ids: Sequence[int], part: int) -> int:
+    """int, the id of the largest logit, the first of equals, if a rank has `part` of the ids."""
+    rank = max(range(len(best)), key=lambda n: best[n])  # of equals the first
+    return rank * part + ids[rank]
+
+
+@check.exercise("B", inputs=[(18_600, 30, 3), (18_600, 30, 2), (29_000, 80, 8), (1000, 6, 2)])
+def longest_hop_us(pass_us: float, layers: int, ranks: int) -> float:
+    """float, the time of a hop at which a pass cut into so many parts takes as long as before."""
+    hops = (1 + 2 * layers) * 2 * (ranks - 1) + 2 * (ranks - 1)
+    return pass_us * (ranks - 1) / ranks / hops
+
+
+@check.exercise(
+    "A", inputs=[(8, 48, 30), (8, 48, 60), (1, 10, 60), (1, 10, 9), (4, 7, 100), (64, 200, 50)]
+)
+def queue_limit(seats: int, tokens: int, patience: int) -> int:
+    """int, the most who may wait so that the last has a seat within `patience` steps on average."""
+    return patience * seats // tokens
+
+
+_EDGES = (0.0, 0.5, 1.0, 2.5)
+
+
+@check.exercise(
+    "A",
+    inputs=[
+        (_EDGES, (100, 0, 0), 50),
+        (_EDGES, (98, 0, 2), 99),
+        (_EDGES, (60, 30, 10), 95),
+        (_EDGES, (60, 30, 10), 75),
+        (_EDGES, (0, 0, 7), 99),
+        (_EDGES, (50, 50, 0), 50),
+        ((0.0, 1.0, 2.0, 4.0, 8.0), (1, 0, 2, 1), 100),
+    ],
+)
+def binned_percentile(edges: Sequence[float], counts: Sequence[int], p: float) -> float:
+    """float, the value that p percent do not exceed, where counts[n] lie evenly in their bin."""
+    rank, at = sum(counts) * p / 100, 0
+    while rank > counts[at]:
+        rank -= counts[at]
+        at += 1
+    low, high = edges[at : at + 2]
+    return low + (high - low) * rank / counts[at]

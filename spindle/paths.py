@@ -11,17 +11,30 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from spindle.errors import SpindleError, brief
+
 LEFTOVER_S = 3600  # what nothing was written to for so long is nobody's
 STAGING = ".staging-"
 
 
 def cache_dir() -> Path:
-    """Our own cache: $SPINDLE_CACHE, else $XDG_CACHE_HOME/spindle, else ~/.cache/spindle."""
-    if own := os.environ.get("SPINDLE_CACHE"):
-        return Path(own).expanduser()
+    """Our own cache: $SPINDLE_CACHE, else $XDG_CACHE_HOME/spindle, else ~/.cache/spindle.
+
+    SpindleError: nobody here has the home directory that is meant.
+    """
     shared = os.environ.get("XDG_CACHE_HOME", "")
-    root = Path(shared) if os.path.isabs(shared) else Path.home() / ".cache"  # as XDG demands
-    return root / "spindle"
+    root = shared if os.path.isabs(shared) else "~/.cache"  # as XDG demands
+    return expanded(os.environ.get("SPINDLE_CACHE") or f"{root}/spindle", "SPINDLE_CACHE")
+
+
+def expanded(path: str, name: str) -> Path:
+    """A path with the home directory that its ~ stands for. SpindleError: there is none; `name`."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise SpindleError(
+            f"{name}: {brief(path)}: no user here has that home directory; expected a directory"
+        ) from None
 
 
 def why_no_file(path: Path) -> str | None:

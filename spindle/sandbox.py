@@ -7,6 +7,10 @@ could make much out of little is looked at before: each of `*`, `**`, `%`, a wid
 a join. So nothing larger than `ONE` is ever made, and no more than `WORK` altogether, both plus a
 multiple of what the template was given.
 
+One call into C cannot be broken off, whatever the clock says. So of the methods of Python's types
+those alone may be called that take time in proportion to their texts (`METHODS_OF`); where a
+comparison or a search takes more, it is charged, or looked at, before.
+
 The counting is put into the template's syntax tree, which Jinja then compiles as it is.
 """
 
@@ -21,13 +25,14 @@ import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 from jinja2 import nodes, pass_context
 from jinja2.defaults import DEFAULT_FILTERS, DEFAULT_TESTS
 from jinja2.exceptions import SecurityError
 from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
 from jinja2.utils import Namespace, generate_lorem_ipsum
 from jinja2.visitor import NodeTransformer
 
@@ -41,6 +46,8 @@ OBJECT = 16  # what an object counts: bytes divided by four, about
 LIMIT_S = 10.0  # for one rendering; a conversation takes milliseconds
 BIG = 10**6  # a number beside a text, such as a width
 LONG_BITS = 2**16  # an integer's
+COMPARED = 64  # characters that are compared at the cost of a step
+SCANNED = 2**30  # of a text times those that are looked for in it, where C tries them one by one
 SLOW = {"striptags", "urlize", "wordwrap", "pprint"}  # may take the square of a text's length,
 SLOW_LENGTH = 10**5  # so that it may not be longer
 SOURCE_LENGTH = 2**18  # of a template; those of real models have a tenth
@@ -53,6 +60,21 @@ NO_TEXT = set(
 NO_TEXT |= set("max min random reject rejectattr reverse select selectattr slice sort sum".split())
 NO_TEXT |= {"float", "int", "unique"}
 WIDE = {"batch", "slice"}  # of those, what takes a width
+ORDERS = {"dictsort", "groupby", "max", "min", "sort", "unique"}  # and what compares, or makes keys
+
+# What a template may call of Python's types. Not `encode`: some of Python's codecs take the square
+# of a text's length. What changes a list or a dictionary is not for Jinja's immutable sandbox.
+OF_TEXT = set("capitalize casefold center count endswith expandtabs find format format_map".split())
+OF_TEXT |= set("index isalnum isalpha isascii isdecimal isdigit isidentifier islower".split())
+OF_TEXT |= set("isnumeric isprintable isspace istitle isupper join ljust lower lstrip".split())
+OF_TEXT |= set("partition removeprefix removesuffix replace rfind rindex rjust rpartition".split())
+OF_TEXT |= set("rsplit rstrip split splitlines startswith strip swapcase title upper zfill".split())
+METHODS_OF: tuple[tuple[Any, set[str]], ...] = (
+    (str, OF_TEXT),
+    (dict, {"copy", "get", "items", "keys", "values"}),
+    (list | tuple | range, {"copy", "count", "index"}),
+    (int | float, {"is_integer"}),
+)
 
 
 class TooMuch(SecurityError):
@@ -89,6 +111,21 @@ class Meter:
             self.spend(OBJECT + len(value))
         elif isinstance(value, list | tuple | set | frozenset | dict | Namespace):
             self.spend(OBJECT * weigh(value, self.left / OBJECT).objects)
+        else:
+            if isinstance(value, int) and value.bit_length() > LONG_BITS:
+                raise TooMuch(f"an integer of more than {LONG_BITS} bits")
+            self.spend(1)
+        return value
+
+    def compared(self, value: Any) -> Any:
+        """Charge what a comparison with a value, or a search in it, may look at; hand it on.
+
+        A text with a text is so fast that it is free.
+        """
+        if isinstance(value, list | tuple | dict) or isinstance(value, VIEWS):
+            self.spend(1 + len(value))
+            parts = chain.from_iterable(value.items()) if isinstance(value, dict) else value
+            self.spend(sum(map(_chars, parts)) // COMPARED)
         else:
             self.spend(1)
         return value
@@ -146,6 +183,13 @@ def weigh(value: Any, most_objects: float, most_chars: float = math.inf) -> Weig
         elif isinstance(one, list | tuple | set | frozenset) or isinstance(one, VIEWS):
             stack += [(part, depth + 1) for part in one]
     return found
+
+
+def _chars(part: Any) -> int:
+    """Characters of a part of a value; those of `weigh`, but soon where it is no list."""
+    if isinstance(part, str):
+        return len(part)
+    return 0 if isinstance(part, int) else weigh(part, math.inf).chars
 
 
 # What is looked at before it is done: the most that it can make.
@@ -213,8 +257,10 @@ def _check_expandtabs(meter: Meter, text: str, size: int = 8) -> None:
     meter.allow(len(text) + text.count("\t") * size)
 
 
-def _check_translate(meter: Meter, text: str, table: Any) -> None:
-    raise TooMuch("str.translate")
+def _check_scan(meter: Meter, text: Any, wanted: Any = None, *_: Any, **named: Any) -> None:
+    wanted = next(iter(named.values()), wanted)  # `sep`, or the filter's `chars`
+    if isinstance(wanted, str) and len(wanted) * meter.text(text) > SCANNED:
+        raise TooMuch(f"a search for {len(wanted)} characters in a long text, from its end")
 
 
 FILTERS: dict[str, Callable[..., None]] = {
@@ -226,12 +272,14 @@ FILTERS: dict[str, Callable[..., None]] = {
         meter, str(layout), (*values, *named.values()), str(layout).count("%")
     ),
     "sum": _check_sum,
+    "trim": _check_scan,
 }
 METHODS: dict[str, Callable[..., None]] = {
     "replace": _check_replace,
     "join": lambda meter, separator, parts: _check_join(meter, parts, separator),
     "expandtabs": _check_expandtabs,
-    "translate": _check_translate,
+    **dict.fromkeys(("lstrip", "rstrip", "strip"), _check_scan),
+    **dict.fromkeys(("rfind", "rindex", "rpartition", "rsplit"), _check_scan),
     "format": lambda meter, layout, *values, **named: _check_braces(
         meter, layout, (*values, *named.values())
     ),
@@ -264,8 +312,10 @@ def _counted_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
     def counted(*args: Any, **options: Any) -> Any:
         meter = METER.get()
         passed, value, rest = args[:at], args[at], args[at + 1 :]
-        if name == "join" and not isinstance(value, str | list | tuple | dict):
+        if name in ORDERS | {"join"} and not isinstance(value, str | list | tuple | dict):
             value = list(value)
+        if name in ORDERS:
+            meter.spend(weigh(value, math.inf).chars)
         if name in WIDE or name not in NO_TEXT:
             _check_numbers((*rest, *options.values()))
         if name not in NO_TEXT:
@@ -284,7 +334,7 @@ def _counted_test(function: Callable[..., Any]) -> Callable[..., Any]:
     def counted(*args: Any, **options: Any) -> Any:
         METER.get().spend(1)
         for value in args[1:]:
-            _searched(None, value)
+            METER.get().compared(value)
         return function(*args, **options)
 
     return counted
@@ -313,10 +363,14 @@ def _part(context: Context, value: Any) -> Any:
 
 
 @pass_context
-def _searched(context: Context | None, value: Any) -> Any:
-    """What `in` looks through: a list one by one; a text so fast that it is free."""
-    METER.get().spend(len(value) if isinstance(value, list | tuple) else 1)
-    return value
+def _compared(context: Context, value: Any) -> Any:
+    return METER.get().compared(value)
+
+
+@pass_context
+def _searched(context: Context, value: Any) -> Any:
+    """What `in` looks through: all of a list, one key of a dictionary."""
+    return value if isinstance(value, dict) else METER.get().compared(value)
 
 
 @pass_context
@@ -333,8 +387,15 @@ def _lipsum(n: int = 5, html: bool = True, min: int = 20, max: int = 100) -> str
     return str(generate_lorem_ipsum(n, html, min, max))
 
 
+def _range(*bounds: int) -> range:
+    """Jinja's, of small numbers: a dictionary takes multiples of 2**61 - 1 for one another."""
+    if any(isinstance(bound, int) and bound.bit_length() > 53 for bound in bounds):
+        raise TooMuch("a range beyond 2**53")
+    return safe_range(*bounds)
+
+
 HOOKS = {"meter: step": _step, "meter: made": _made, "meter: part": _part}
-HOOKS |= {"meter: searched": _searched, "meter: text": _written}
+HOOKS |= {"meter: compared": _compared, "meter: searched": _searched, "meter: text": _written}
 
 
 class _Counting(NodeTransformer):
@@ -380,8 +441,8 @@ class _Counting(NodeTransformer):
 
     def visit_Operand(self, node: nodes.Operand) -> nodes.Node:
         self.generic_visit(node)
-        if node.op in ("in", "notin"):
-            node.expr = self.hook(node.expr, "searched")
+        how = "searched" if node.op in ("in", "notin") else "compared"
+        node.expr = self.hook(node.expr, how)
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
@@ -400,7 +461,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         self.filters = {n: _counted_filter(n, f) for n, f in DEFAULT_FILTERS.items()} | HOOKS
         tests: dict[str, Any] = dict(DEFAULT_TESTS)
         self.tests = {name: _counted_test(test) for name, test in tests.items()}
-        self.globals["lipsum"] = _lipsum
+        self.globals |= {"lipsum": _lipsum, "range": _range}
 
     def add_filter(self, name: str, function: Callable[..., Any]) -> None:
         """One more filter, or another of that name, counted as the others are."""
@@ -426,18 +487,24 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         meter = METER.get()
         meter.spend(1 + len(args) + len(options))
         method = getattr(obj, "__wrapped__", obj) if isinstance(obj, types.FunctionType) else obj
-        if isinstance(method, types.BuiltinMethodType):
+        if isinstance(method, types.BuiltinMethodType | types.MethodType):
             args = self.checked(meter, method, args, options)
         return meter.made(super().call(context, obj, *args, **options))
 
     def checked(
         self, meter: Meter, method: Any, args: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[Any, ...]:
-        """The arguments of a method of Python's own types, once they were looked at."""
+        """The arguments of a method, once they were looked at. SecurityError: none may call it."""
         name, owner = method.__name__, method.__self__
         own = ("_loop_vars", "_block_vars")  # Jinja's, which it takes away again
         options = {key: value for key, value in options.items() if key not in own}
-        if isinstance(owner, str | bytes | int):
+        if isinstance(method, types.BuiltinMethodType) or isinstance(owner, str):
+            if not any(isinstance(owner, kind) and name in names for kind, names in METHODS_OF):
+                raise SecurityError(f"{type(owner).__name__}.{name} is no method for a template")
+        looked_at = (owner, *args) if isinstance(owner, list | tuple) else args
+        for value in (*looked_at, *options.values()):
+            meter.compared(value)
+        if isinstance(owner, str | int):
             _check_numbers((*args, *options.values()))
         if name == "join" and args and not isinstance(args[0], str | list | tuple | dict):
             args = (list(args[0]), *args[1:])

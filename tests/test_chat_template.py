@@ -830,6 +830,7 @@ def test_jinja_is_imported_by_the_first_rendering(tmp_path):
 # --- time and memory -----------------------------------------------------------------------------
 
 DOUBLED = "{% set ns = namespace(s='ab', l=[1]) %}{% for n in range(99) %}@{% endfor %}"
+LONG_TEXTS = "{% set x = 'a' * 500000 %}{% set y = @ %}"
 GREEDY = {
     "three loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "turns left out": "{% for a in range(999) %}{% for b in range(99999) if false %}{% endfor %}"
@@ -873,6 +874,26 @@ GREEDY = {
     "a long join": "{{ range(100000) | join('x' * 10000) }}",
     "a long replacement": "{{ ('a' * 10000).replace('a', 'b' * 10000) }}",
     "a long translation": "{{ ('a' * 10000).translate({97: 'b' * 10000}) }}",
+    "a codec": "{{ ('xn--' ~ 'a' * 400000).encode().decode('idna') }}",  # the square of its length
+    "a codec by a filter": "{% set f = ('a' * 9)|attr('encode') %}{{ f('punycode') }}",
+    "a codec of marked text": "{{ ('a'|e).encode('idna') }}",
+    "marked text": "{{ (('a' * 100000)|e).replace('a', 'b' * 100000) }}",
+    "a wide mark": "{{ ('a'|e).center(1000000000) }}",
+    "a search from the end": "{% set x = 'a' * 900000 %}{{ x.rfind('a' * 1000 ~ 'b' ~ x) }}",
+    "a search from the end, in words": "{{ ('a' * 900000).rsplit(sep='b' ~ 'a' * 100000) }}",
+    "a strip of many": "{{ ('b' * 900000).strip('a' * 100000 ~ 'b') }}",
+    "a trim of many": "{{ ('b' * 900000)|trim('a' * 100000 ~ 'b') }}",
+    "long texts, sorted": LONG_TEXTS.replace("@", "([x] * 9999)|sort|list"),
+    "long texts of objects": LONG_TEXTS.replace("@", "([{'c': x}] * 9999)|map(attribute='c')|sort"),
+    "long texts, the first": LONG_TEXTS.replace("@", "([x] * 9999)|min"),
+    "long texts, each once": LONG_TEXTS.replace("@", "([x] * 9999)|unique|list"),
+    "long texts, compared": LONG_TEXTS.replace("@", "[x ~ 'b'] * 9999 == [x ~ 'b'] * 9999"),
+    "long texts, looked for": LONG_TEXTS.replace("@", "(x ~ 'b') in [x ~ 'c'] * 9999"),
+    "long texts, counted": LONG_TEXTS.replace("@", "([x ~ 'b'] * 9999).count(x ~ 'b')"),
+    "long texts by a test": LONG_TEXTS.replace("@", "([x ~ 'b'] * 9999) is eq([x ~ 'b'] * 9999)"),
+    "long texts, begun with": LONG_TEXTS.replace("@", "x.startswith((x[1:] ~ 'b',) * 9999)"),
+    "numbers of one hash": "{{ range(0, 99999 * (2**61 - 1), 2**61 - 1) | unique | list }}",
+    "a large number read": "{{ ('f' * 900000) | int(base=16) }}",
     "tabs": "{{ ('\t' * 10000).expandtabs(100000) }}",
     "a search in a list": "{% set x = range(99999) | list %}{% for a in x %}{% if a in x %}"
     "{% endif %}{% endfor %}",
@@ -887,6 +908,30 @@ GREEDY = {
     "marks and marks": "{{ ('<a>' * 100000) | striptags }}",
     "paragraphs": "{{ lipsum(n=100000) }}",
 }
+
+
+METHODS = {  # what a template may call of Python's types, and what that gives
+    "'a-b'.split('-')": "['a', 'b']",
+    "'a-b'.rsplit('-', 1)[-1]": "b",
+    "' a '.strip() ~ 'xa'.lstrip('x') ~ 'ax'.rstrip('x')": "aaa",
+    "'ab'.startswith(('a', 'x')) and 'ab'.endswith('b')": "True",
+    "'ab'.replace('a', 'c').upper().lower().title().capitalize().swapcase()": "cB",
+    "'ab'.find('b') ~ 'ab'.rfind('b') ~ 'ab'.index('b') ~ 'ab'.count('b')": "1111",
+    "'-'.join(['a', 'b']) ~ '{}{x}'.format(1, x=2)": "a-b12",
+    "'a=b'.partition('=')[2] ~ 'a=b'.rpartition('=')[0]": "ba",
+    "'a'.ljust(3) ~ 'a'.rjust(2) ~ '7'.zfill(3) ~ 'a'.center(3)": "a   a007 a ",
+    "'ab'.removeprefix('a') ~ 'ab'.removesuffix('b') ~ 'a\nb'.splitlines()|length": "ba2",
+    "'1'.isdigit() ~ 'a'.isalpha() ~ ' '.isspace() ~ 'A'.isupper() ~ '\t'.expandtabs(1)": "TrueTrue"
+    "TrueTrue ",
+    "{'a': 1}.items()|list ~ {'a': 1}.get('b', 2) ~ {'a': 1}.keys()|list": "[('a', 1)]2['a']",
+    "[1, 2, 1].count(1) ~ [1, 2].index(2) ~ (1, 2).index(1) ~ (2.0).is_integer()": "210True",
+    "('<'|e).replace('&', '') ~ ('a'|e).upper()": "lt;A",
+}
+
+
+@pytest.mark.parametrize("expression", METHODS)
+def test_a_template_may_call_what_templates_call(tmp_path, expression):
+    assert make(tmp_path, f"{{{{ {expression} }}}}").render_chat(HI) == METHODS[expression]
 
 
 @pytest.mark.parametrize("name", GREEDY)

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import math
 import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -319,6 +320,19 @@ def test_a_window_that_hides_something_is_refused_with_the_numbers(case):
 )
 def test_a_window_that_hides_nothing_is_no_window(family, change):
     assert ModelConfig.from_dict(RAW[family] | change) == ModelConfig.from_dict(RAW[family])
+
+
+@pytest.mark.parametrize("types", [[], ["full_attention"], {}, ["full_attention", "attention"]])
+@pytest.mark.parametrize("family", sorted(RAW))
+def test_a_number_of_layers_that_is_a_lie_makes_nothing(family, types):
+    """Not even a list of as many names, which would take 16 GB."""
+    name = "n_layer" if family == "gpt2" else "num_hidden_layers"
+    tracemalloc.start()
+    with pytest.raises(ConfigError, match=f"for each of {2**31 - 1} layers"):
+        ModelConfig.from_dict(RAW[family] | {name: 2**31 - 1, "layer_types": types})
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most_bytes < 2**20
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral"])

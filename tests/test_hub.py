@@ -343,6 +343,16 @@ def test_where_the_cache_is(environment, expected, monkeypatch):
     assert hub.cache_dir() == Path(expected)
 
 
+def test_a_cache_in_a_home_that_nobody_has_is_refused_in_words(monkeypatch):
+    monkeypatch.setenv("SPINDLE_CACHE", "~nosuchuser/x")
+    words = "SPINDLE_CACHE: ~nosuchuser/x: no user here has that home directory; expected a direct"
+    with pytest.raises(SpindleError, match=words):
+        hub.cache_dir()
+    monkeypatch.delenv("SPINDLE_CACHE")
+    with pytest.raises(ModelNotFound):  # a model's name is no more than a name
+        hub.resolve("~nosuchuser/x")
+
+
 def test_the_module_imports_no_hub_client_and_no_gguf_library():
     script = "import sys, spindle.hub; print([m for m in ('huggingface_hub', 'gguf', 'transformers'"
     script += ") if m in sys.modules and not BEFORE & {m}])"

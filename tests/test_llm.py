@@ -6,6 +6,7 @@ import itertools
 import random
 import signal
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -747,3 +748,183 @@ def test_a_second_thread_is_refused_at_once_and_the_first_is_not_hurt(call):
     while llm.has_unfinished:
         llm.step()
     assert llm.stats["blocks_held"] == 0
+
+
+# --- calls from within a call --------------------------------------------------------------------
+
+
+def in_mid_pass(llm, act):
+    """Have `act` called once in the middle of a step."""
+    run, calls = llm._runner.run, []
+
+    def watched(plan):
+        if not calls:
+            calls.append(None)
+            act()
+        return run(plan)
+
+    llm._runner.run = watched
+
+
+THREE = [[1, 2, 3, 4, 5], [9, 8, 7, 1], [10, 20, 30]]
+EIGHT = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+WITHIN = {
+    "step": lambda llm, stream: llm.step(),
+    "add": lambda llm, stream: llm.add([5], EIGHT),
+    "generate": lambda llm, stream: llm.generate([5], EIGHT),
+    "chat": lambda llm, stream: llm.chat([{"role": "user", "content": "a"}]),
+    "beam_search": lambda llm, stream: llm.beam_search([5]),
+    "stream": lambda llm, stream: llm.stream([5], EIGHT),
+    "has_unfinished": lambda llm, stream: llm.has_unfinished,
+    "stats": lambda llm, stream: llm.stats,
+    "next": lambda llm, stream: next(stream),
+}
+
+
+@pytest.mark.parametrize("call", WITHIN)
+@pytest.mark.parametrize("way", ["step", "generate"])
+def test_a_call_from_within_a_step_is_refused_and_changes_nothing(call, way):
+    expected = [alone(MODELS["llama"], prompt, EIGHT) for prompt in THREE]
+    llm, refused = engine(), []
+    stream = llm.stream([5], EIGHT)
+
+    def act():
+        with pytest.raises(
+            RequestError, match="in the middle of a call, from which this one comes"
+        ):
+            WITHIN[call](llm, stream)
+        refused.append(call)
+
+    in_mid_pass(llm, act)
+    if way == "generate":
+        outputs = llm.generate(THREE, EIGHT)
+    else:
+        names, done = [llm.add(prompt, EIGHT) for prompt in THREE], {}
+        while llm.has_unfinished:
+            done |= {output.request_id: output for output in llm.step() if output.finished}
+        outputs = [done[name] for name in names]
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert refused == [call] and [i for d in stream for i in d.token_ids] == alone(
+        MODELS["llama"], [5], EIGHT
+    )
+
+
+def test_an_abort_from_within_a_step_comes_after_it_and_the_next_step_says_so():
+    expected = [alone(MODELS["llama"], prompt, EIGHT) for prompt in THREE]
+    llm, done = engine(), {}
+    names = [llm.add(prompt, EIGHT) for prompt in THREE]
+    told = []
+    in_mid_pass(llm, lambda: told.extend([llm.abort(names[1]), llm.abort("never")]))
+    assert llm.step() and told == [None, None]
+    assert llm.has_unfinished and llm.stats["running"] == 2  # it has given back what it held
+    while llm.has_unfinished:
+        done |= {output.request_id: output for output in llm.step() if output.finished}
+    answers = [done[name].outputs[0] for name in names]
+    assert [one.finish_reason for one in answers] == ["length", "abort", "length"]
+    assert answers[1].token_ids == expected[1][: len(answers[1].token_ids)] != []
+    assert [answers[0].token_ids, answers[2].token_ids] == [expected[0], expected[2]]
+    assert llm.stats["blocks_held"] == 0 and llm.abort(names[1]) is None
+
+
+def test_an_abort_from_within_generate_ends_that_answer_and_no_other():
+    llm = engine()
+    in_mid_pass(llm, lambda: llm.abort("request-1"))
+    reasons = [output.outputs[0].finish_reason for output in llm.generate(THREE, EIGHT)]
+    assert reasons == ["length", "abort", "length"] and llm.stats["blocks_held"] == 0
+
+
+def test_a_noted_abort_is_of_the_request_that_was_there_not_of_the_next_with_its_name():
+    llm, one = engine(), SamplingParams(max_tokens=1, temperature=0)
+    llm.add(THREE[0], one, "mine")
+    in_mid_pass(llm, lambda: llm.abort("mine"))
+    (output,) = llm.step()  # its last one
+    assert output.finished and output.outputs[0].finish_reason == "length"
+    llm.add(THREE[0], EIGHT, "mine")
+    while llm.has_unfinished:
+        outputs = llm.step()
+    assert outputs[0].outputs[0].token_ids == alone(MODELS["llama"], THREE[0], EIGHT)
+
+
+def test_closing_a_stream_from_within_a_step_aborts_it_after_that():
+    llm = engine()
+    stream, name = llm.stream(THREE[0], EIGHT), llm.add(THREE[1], EIGHT)
+    in_mid_pass(llm, stream.close)
+    llm.step()
+    assert llm.has_unfinished and list(llm._requests) == [name] and list(stream) == []
+    while llm.has_unfinished:
+        outputs = llm.step()
+    assert outputs[0].outputs[0].token_ids == alone(MODELS["llama"], THREE[1], EIGHT)
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no such signal here")
+def test_a_signal_handler_may_abort_at_any_moment(monkeypatch):
+    """By a timer, at 60 moments: whoever stays has the answer that he has alone."""
+    expected = [alone(MODELS["llama"], prompt, EIGHT) for prompt in THREE]
+    rng, reasons = random.Random(2), []
+    before = signal.getsignal(signal.SIGALRM)
+    try:
+        for _ in range(60):
+            llm, done = engine(), {}
+            names = [llm.add(prompt, EIGHT) for prompt in THREE]
+            signal.signal(signal.SIGALRM, lambda *_, llm=llm, name=names[1]: llm.abort(name))
+            signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.0005, 0.03))
+            while llm.has_unfinished:
+                done |= {output.request_id: output for output in llm.step() if output.finished}
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            for n in (0, 2):
+                assert done[names[n]].outputs[0].token_ids == expected[n]
+            reasons += (
+                [done[names[1]].outputs[0].finish_reason] if names[1] in done else ["at once"]
+            )
+            llm.scheduler.check()
+            assert llm.stats["blocks_held"] == 0
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert set(reasons) <= {"length", "abort", "at once"}
+
+
+# --- prompts without an end ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompts", [itertools.repeat("a"), itertools.count(), iter(int, 1)])
+def test_an_iterator_of_prompts_ends_or_is_refused(prompts):
+    with pytest.raises(RequestError, match="prompts: more than 65536 from an iterator; expected a"):
+        engine().generate(prompts, EIGHT)
+
+
+def test_what_has_no_order_is_no_list_of_prompts():
+    for prompts in ({"a": 1}, {"a", "b"}, frozenset("a"), {1: [2]}):
+        with pytest.raises(RequestError, match="prompts: expected a list of them, got"):
+            engine().generate(prompts, EIGHT)
+    outputs = engine().generate(iter(THREE), EIGHT)  # one that ends is a list
+    assert len(outputs) == 3
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_read(tiny):
+    """Text by its length in characters, ids by their number."""
+    model, tokenizer = tiny
+    llm = LLM(model, tokenizer=tokenizer, num_blocks=40)
+    text, start = "hello " * 1_000_000, time.process_time()
+    for call in (
+        lambda: llm.add(text),
+        lambda: llm.generate(["a", text]),
+        lambda: llm.add([1] * 10_000_000),
+        lambda: llm.add(range(10**12)),
+        lambda: llm.beam_search(text),
+        lambda: llm.stream(text),
+    ):
+        with pytest.raises(RequestError, match=r"the prompt has .*at most 512 fit"):
+            call()
+    assert time.process_time() - start < 2  # one of the texts takes 20 s to read
+    assert not llm.has_unfinished
+
+
+def test_a_long_name_is_not_a_long_message():
+    llm = engine()
+    llm.add([1], EIGHT, "x" * 1_000_000)
+    with pytest.raises(
+        RequestError, match=r"request_id 'x{299}\.\.\.: in use by a request"
+    ) as caught:
+        llm.add([1], EIGHT, "x" * 1_000_000)
+    assert len(str(caught.value)) < 400

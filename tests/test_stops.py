@@ -1,5 +1,7 @@
 """Stop strings in text that comes in pieces: equal to their definition, however the text is cut."""
 
+import time
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -140,3 +142,21 @@ def test_the_work_is_linear_in_the_text(text):
     assert scanner.matched is None
     assert "".join(shown) + scanner.flush() == text
     assert len(text) * 4 <= Counted.looks <= len(text) * 4 * 3
+
+
+def test_long_stops_cost_what_the_text_does():
+    """64 stops of a megabyte each, of which the text has the first characters."""
+    stops = ["ab" * 500_000 + str(n) for n in range(64)]
+    start = time.process_time()
+    scanner = StopScanner(stops)
+    assert scanner.push("xabab") == "x" and scanner.push("c") == "ababc"
+    assert time.process_time() - start < 0.5  # 64 million characters take a minute
+
+
+@given(st.text("ab", min_size=1, max_size=9), st.text("ab", max_size=40))
+def test_what_may_begin_a_long_stop_is_known_as_far_as_it_is_needed(stop, text):
+    scanner, whole = StopScanner([stop]), StopScanner([stop])
+    for character in text:
+        scanner.push(character)
+    whole.push(text)
+    assert scanner.matched == whole.matched == (stop if stop in text else None)

@@ -636,6 +636,9 @@ def with_part(folder: Path, section: str, part: object, library=None) -> Path:
     return folder
 
 
+VOCABULARY = byte_level().get_vocab()
+
+
 def split(regex: str) -> dict:
     return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
 
@@ -707,6 +710,138 @@ def test_a_text_does_not_grow_beyond_memory(case, tmp_path):
     expected = r"tokenizer\.json: its (normalizer makes|precompiled_charsmap has)"
     with pytest.raises(TokenizerError, match=expected):
         Tokenizer(with_part(tmp_path, "normalizer", DOUBLINGS[case]))
+
+
+def template(single, ids=(1,), pair=None, tokens=()):
+    pair = pair or [
+        {"Sequence": {"id": "A", "type_id": 0}},
+        {"Sequence": {"id": "B", "type_id": 0}},
+    ]
+    special = {"X": {"id": "X", "ids": list(ids), "tokens": ["a"] * len(ids)}}
+    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special}
+
+
+A, X = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "X", "type_id": 0}}
+SURROUNDED = {
+    "long": template([X, A], ids=[1] * 1025),
+    "often": template([X] * 6000 + [A], ids=[1] * 6000),
+    "a list": template([{"SpecialToken": ["X", 0]}] * 1025 + [A]),
+    "for pairs": template([A], pair=[X] * 1025 + [A, {"Sequence": {"id": "B", "type_id": 0}}]),
+    "twice": {"type": "Sequence", "processors": [template([A, A])] * 9},
+    "in turn": {
+        "type": "Sequence",
+        "processors": [{"type": "Sequence", "processors": 9 * [template([A, A, X])]}],
+    },
+    "added up": {"type": "Sequence", "processors": [template([X] * 9 + [A])] * 120},
+}
+SURROUNDED["without a type"] = {k: v for k, v in SURROUNDED["often"].items() if k != "type"}
+
+
+@pytest.mark.parametrize("case", SURROUNDED)
+def test_what_is_put_around_a_text_is_in_proportion(case, tmp_path):
+    with pytest.raises(TokenizerError, match=r"its post_processor repeats a text \d+ times, with"):
+        Tokenizer(with_part(tmp_path, "post_processor", SURROUNDED[case]))
+
+
+def test_a_few_ids_around_a_text_are_no_trouble(tmp_path):
+    folder = with_part(tmp_path, "post_processor", template([X, A, X], ids=[1, 2]))
+    plain = byte_level().encode("hello").ids
+    assert Tokenizer(folder).encode("hello") == [1, 2, *plain, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"pattern": {"String": "l"}, "content": "l" * 1000},
+        [{"String": "l"}, "l" * 1000],
+        ["x" * 1000],
+        {"normalizers": [{"prepend": "x" * 1000}]},
+        {"type": "Sequence", "normalizers": [["x" * 1000]]},
+    ],
+)
+def test_a_step_is_known_by_what_it_does_not_by_what_the_file_calls_it(part, tmp_path):
+    """The library takes objects without a type, and lists for objects."""
+    with pytest.raises(
+        TokenizerError, match=r"its normalizer makes up to 4e\+03 characters of one"
+    ):
+        Tokenizer(with_part(tmp_path, "normalizer", part))
+
+
+# How few ids a text can have.
+
+CUTS = {"type": "Split", "pattern": {"Regex": " "}, "behavior": "Removed", "invert": False}
+BYTES = json.loads(pre_tokenizers.ByteLevel(add_prefix_space=False).__getstate__())
+REACHES = {  # a section and what stands there: characters that the longest token's may have been
+    "as it is": ("normalizer", None, 1),
+    "composed": ("normalizer", {"type": "NFC"}, 4),
+    "stripped": ("normalizer", {"type": "Strip", "strip_left": True, "strip_right": True}, None),
+    "shortened": ("normalizer", replace({"Regex": "a+"}, "a"), None),
+    "for a longer text": ("normalizer", replace({"String": "ab"}, "a"), None),
+    "for a text of that length": ("normalizer", replace({"String": " "}, "a"), 1),
+    "cut out": ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [CUTS, BYTES]}, None),
+    "words": ("pre_tokenizer", {"type": "WhitespaceSplit"}, None),
+    "no text": ("post_processor", template([X]), None),
+    "a mark": ("post_processor", template([X, A]), 1),
+}
+
+
+@pytest.mark.parametrize("case", REACHES)
+def test_how_few_ids_a_text_can_have(case, tmp_path):
+    section, part, times = REACHES[case]
+    ours, longest = Tokenizer(with_part(tmp_path, section, part)), max(map(len, VOCABULARY))
+    for text in ("", "a" * 1000, " " * 9300, "e\u0301" * 500, "hello world " * 40):
+        expected = 0 if times is None else -(-len(text) // (times * longest))
+        assert ours.least_ids(text) == expected <= len(ours.encode(text, False))
+
+
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_no_text_has_fewer_ids_than_that(pair, data):
+    odd = st.sampled_from([*SPECIAL, *TEXTS, " " * 500, "\x04" * 99, "é" * 50, "žluť" * 9])
+    text = "".join(data.draw(st.lists(st.one_of(st.text(), odd), max_size=6)))
+    assert pair.ours.least_ids(text) <= len(pair.ours.encode(text, False))
+
+
+def test_of_which_tokenizers_it_is_known(pairs):
+    known = {kind for kind, pair in pairs.items() if pair.ours.least_ids("a" * 10_000)}
+    assert known >= {"byte-level"} and not {kind for kind in known if "metaspace" in kind}
+
+
+def test_added_tokens_count_and_one_that_takes_space_may_stand_for_any_length(tmp_path):
+    library = byte_level()
+    library.add_tokens([AddedToken("x" * 200)])
+    ours = Tokenizer(with_part(tmp_path, "normalizer", None, library))
+    assert ours.least_ids("x" * 201) == 2 and len(ours.encode("x" * 200)) == 1
+    library.add_tokens([AddedToken("<r>", rstrip=True)])
+    ours = Tokenizer(with_part(tmp_path, "normalizer", None, library))
+    assert ours.least_ids("<r>" + " " * 9999) == 0 < len(ours.encode("<r>" + " " * 9999)) == 1
+
+
+def test_bytes_that_no_token_has_are_not_counted(tmp_path):
+    """They vanish: a text of nothing else has no ids, however long it is."""
+    model = json.loads(byte_level().to_str())["model"]
+    model["vocab"]["nothing"] = model["vocab"].pop("\u0104")  # as the byte 4 is written
+    ours = Tokenizer(with_part(tmp_path, "model", model))
+    longest = max(map(len, VOCABULARY))
+    assert ours.encode("\x04" * 1000) == [] and ours.least_ids("\x04" * 1000) == 0
+    assert ours.least_ids("\x04" * 1000 + "a" * (longest + 1)) == 2
+
+
+def test_a_text_that_cannot_fit_is_not_read(monkeypatch):
+    ours = Tokenizer("tiny")  # whose longest token has 93 characters
+    assert ours.encode_within("a" * 93, 10) == ours.encode("a" * 93)
+    monkeypatch.setattr(ours, "encode", None)
+    words = "has 931 characters, which are 11 tokens or more; at most 10 fit"
+    with pytest.raises(RequestError, match=words):
+        ours.encode_within("a" * 931, 10)
+
+
+def test_ids_without_an_end_or_an_order_are_refused():
+    with pytest.raises(RequestError, match="token ids: more than 4194304 from an iterator; give a"):
+        Tokenizer("tiny").decode(itertools.repeat(5))
+    for ids in ({5, 6}, {5: 6}, frozenset([5])):
+        with pytest.raises(RequestError, match="token ids: expected a list of integers, got"):
+            Tokenizer("tiny").decode(ids)
 
 
 def test_bytes_of_bytes_of_bytes_are_refused_before_words_are_cut(tmp_path):

@@ -18,8 +18,9 @@ from spindle.decode.run import Run
 from spindle.decode.sampling import SamplingRows
 from spindle.decode.stats import Stats, StepTimes
 from spindle.decode.stream import Answer, Stream
-from spindle.errors import NumericsError, RequestError, shown
+from spindle.errors import NumericsError, RequestError, brief, shown
 from spindle.model.layers import Model
+from spindle.threads import by_one_thread
 
 # max_new_tokens, `answers` and `stream_text` have these.
 ELSEWHERE = ("max_tokens", "n", "best_of", "stop")
@@ -31,9 +32,26 @@ class Engine(StaticRows):
     """Runs a sequence, or `rows` of them, through a model over a static cache of its own.
 
     max_seq_len: prompt and answer together, in tokens a row; by default what the model has
-    positions for. prefill_chunk: tokens of a prompt that go through the model at once; it bounds
-    the memory for attention scores and changes no result. keep_probs: `step` also keeps the
-    distributions that it drew from. Raises RequestError for a number that cannot be.
+        positions for.
+    prefill_chunk: tokens of a prompt that go through the model at once; it bounds the memory for
+        attention scores and changes no result.
+    rows: sequences that a step carries.
+    keep_probs: `step` also keeps the distributions that it drew from.
+
+    Raises RequestError for a number that cannot be. An Engine is for one thread at a time, its
+    streams as well, and refuses a second; to be copied or pickled; and a child of fork, where
+    torch's threads are gone.
+
+    Examples:
+
+        >>> from spindle import Engine, Tokenizer, load_hf
+        >>> tok, eng = Tokenizer("tiny"), Engine(load_hf("tiny"))
+        >>> prompt = tok.encode("The capital of France is")
+        >>> ids, stats = eng.generate(prompt, max_new_tokens=4, temperature=0)
+        >>> tok.decode(prompt + ids), stats.finish_reason
+        ('The capital of France is the same as the', 'length')
+        >>> [tok.decode([token]) for token in eng.stream(prompt, 4, temperature=0)]
+        [' the', ' same', ' as', ' the']
     """
 
     def __init__(
@@ -46,6 +64,7 @@ class Engine(StaticRows):
     ) -> None:
         super().__init__(model, max_seq_len, prefill_chunk, rows, keep_probs)
 
+    @by_one_thread
     def begin(
         self, prompts: Sequence[Iterable[int]], params: SamplingParams | Sequence[SamplingParams]
     ) -> Tensor:
@@ -74,6 +93,7 @@ class Engine(StaticRows):
         sampling = self.sampling(each, [0] * len(each), [Prefix(ids) for ids in checked])
         return self._draw(torch.cat(logits), sampling)
 
+    @by_one_thread
     def generate(
         self, ids: Iterable[int], max_new_tokens: int | None = 16, **sampling: Any
     ) -> tuple[list[int], Stats]:
@@ -106,6 +126,7 @@ class Engine(StaticRows):
         self._check_single(check_params(params))
         return next(self.streams(ids, params, tokens))
 
+    @by_one_thread
     def answers(self, ids: Iterable[int], params: SamplingParams) -> list[Answer]:
         """The `params.n` answers to a prompt, which is run once; each is what it is without others.
 
@@ -146,7 +167,10 @@ class Engine(StaticRows):
             return after_prompt
 
         runs = (self._run_of(prompt, params, sample) for sample in range(params.n))
-        return (Stream(make(r, prompt, start), r.stats, r.logprobs, prompt) for r in runs)
+        return (
+            Stream(make(r, prompt, start), r.stats, r.logprobs, prompt, self.one_thread)
+            for r in runs
+        )
 
     def _together(self, ids: Iterable[int], params: SamplingParams) -> list[Answer]:
         """All answers at once, each a row of the cache; those that have ended leave the steps."""
@@ -298,7 +322,9 @@ def params_of(max_new_tokens: int | None, sampling: dict[str, Any]) -> SamplingP
     """The parameters of one answer from keywords. RequestError: in the words of these."""
     for name in sampling:
         if name not in (*OPTIONS, "n", "best_of", "stop"):  # those are refused in better words
-            raise RequestError(f"{name}: no such option; expected one of {', '.join(OPTIONS)}")
+            raise RequestError(
+                f"{brief(name)}: no such option; expected one of {', '.join(OPTIONS)}"
+            )
     try:
         return SamplingParams(max_tokens=max_new_tokens, **sampling)
     except RequestError as error:

@@ -26,7 +26,9 @@ def check_prompt(ids: Iterable[int], vocab_size: int, most: int) -> list[int]:
         ids = list(islice(ids, most + 1))
         if len(ids) > most:
             raise RequestError(f"the prompt has more than {most} tokens; at most {most} fit")
-    if isinstance(ids, Sized) and getattr(ids, "ndim", 1) == 1 and len(ids) > most:  # not one by one
+    if (
+        isinstance(ids, Sized) and getattr(ids, "ndim", 1) == 1 and len(ids) > most
+    ):  # not one by one
         raise RequestError(f"the prompt has {len(ids)} tokens; at most {most} fit")
     prompt = check_ids(ids, vocab_size)
     if not prompt:

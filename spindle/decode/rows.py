@@ -22,13 +22,14 @@ from spindle.errors import RequestError, shown
 from spindle.interrupts import held_back
 from spindle.kvcache.static import StaticKV
 from spindle.model.layers import Model
+from spindle.threads import NoCopies, OneThread, by_one_thread
 from spindle.tokenizer import check_ids
 
 FIRST_CAPACITY = 256  # tokens a row; doubled when one is full, up to max_seq_len
 Body = Callable[[], None]
 
 
-class StaticRows:
+class StaticRows(NoCopies):
     """The sequences of an engine: what they have stored, and the steps that lengthen them.
 
     `seq_lens` [rows] on the device says how many tokens each row has stored; `lengths` says it on
@@ -42,6 +43,7 @@ class StaticRows:
     def __init__(
         self, model: Model, max_seq_len: int | None, prefill_chunk: int, rows: int, keep_probs: bool
     ) -> None:
+        self.one_thread = OneThread(type(self).__name__)
         if not hasattr(model, "config"):
             raise RequestError(f"model={shown(model)}: expected a loaded model (see load_hf)")
         check_bool("keep_probs", keep_probs)
@@ -64,6 +66,7 @@ class StaticRows:
         kv = self._new_cache(self.rows, min(FIRST_CAPACITY, self.max_seq_len))
         self._take_over(kv, [0] * self.rows)
 
+    @by_one_thread
     def record_with(self, record: Callable[[Any], Body] | None, fixed_shapes: bool = True) -> None:
         """Have each step recorded by this when it is first run, then replayed (`graphs.enable`).
 
@@ -88,6 +91,7 @@ class StaticRows:
 
     # --- a row at a time -------------------------------------------------------------------------
 
+    @by_one_thread
     def prefill(self, ids: Iterable[int], row: int = 0) -> Tensor:
         """Start a row over with this prompt; returns the logits [1, V] that follow it.
 
@@ -98,6 +102,7 @@ class StaticRows:
         self.rewind(0, row)
         return self._extend(prompt, row)
 
+    @by_one_thread
     def extend(self, ids: Iterable[int], row: int = 0) -> Tensor:
         """Append tokens to a row; returns the logits [1, V] that follow the last of them.
 
@@ -110,6 +115,7 @@ class StaticRows:
         self._check_room([self.lengths[row]], len(more))
         return self._extend(more, row)
 
+    @by_one_thread
     def rewind(self, length: int, row: int = 0) -> None:
         """Make a row that short; what it had stored beyond is written anew. RequestError."""
         self._check_row(row)
@@ -122,6 +128,7 @@ class StaticRows:
         self._rewinds += 1
         self.shorten(int(length), row)
 
+    @by_one_thread
     def shorten(self, length: int, row: int = 0) -> None:
         """`rewind` by one who gives up no more than the drafts that it appended itself."""
         self.changes += 1
@@ -129,6 +136,7 @@ class StaticRows:
             self.lengths[row] = length
             self.seq_lens[row] = length
 
+    @by_one_thread
     def reserve(self, tokens: int) -> None:
         """Make the cache large enough for as many tokens a row now. RequestError: max_seq_len."""
         self._check_room([0], check_count("tokens", tokens))
@@ -149,6 +157,7 @@ class StaticRows:
 
     # --- all of them in a step -------------------------------------------------------------------
 
+    @by_one_thread
     def step(self, tokens: Tensor) -> Tensor:
         """Append a token to each of the first R rows; returns the next ones, [R], drawn.
 
@@ -171,6 +180,7 @@ class StaticRows:
         self._run(step, R, 1)
         return step.tokens
 
+    @by_one_thread
     def chunk(self, tokens: Tensor) -> Tensor:
         """Append C given tokens to each of the first R rows; the logits after each, [R, C, V].
 

@@ -54,29 +54,27 @@ class StopScanner:
 
 
 class _Progress:
-    """How much of one stop the text so far ends with (Knuth, Morris and Pratt 1977)."""
+    """How much of one stop the text so far ends with (Knuth, Morris and Pratt 1977).
+
+    Borders are worked out as far as the text has come: a long stop costs no more than a short one.
+    """
 
     def __init__(self, stop: str) -> None:
         self.stop, self.length = stop, 0
-        self._borders = _borders(stop)
+        self._borders = [0, 0]
 
     def push(self, character: str) -> bool:
         """Whether this character completes the stop; `length` then is what may begin the next."""
-        while self.length and self.stop[self.length] != character:
-            self.length = self._borders[self.length]
-        self.length += self.stop[self.length] == character
+        self.length = self._longer(self.length, character)
+        if self.length == len(self._borders):
+            self._borders.append(self._longer(self._borders[-1], character))
         if self.length < len(self.stop):
             return False
         self.length = self._borders[self.length]
         return True
 
-
-def _borders(stop: str) -> list[int]:
-    """For each n, the length of the longest proper prefix of stop[:n] that is a suffix of it."""
-    borders, length = [0, 0], 0
-    for character in stop[1:]:
-        while length and stop[length] != character:
-            length = borders[length]
-        length += stop[length] == character
-        borders.append(length)
-    return borders
+    def _longer(self, length: int, character: str) -> int:
+        """What a prefix of that length comes to with one more character; or a shorter one."""
+        while length and self.stop[length] != character:
+            length = self._borders[length]
+        return length + (self.stop[length] == character)

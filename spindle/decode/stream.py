@@ -9,6 +9,7 @@ from typing import Protocol
 from spindle.decode.logprobs import TokenLogprobs
 from spindle.decode.params import SamplingParams
 from spindle.decode.stats import Stats
+from spindle.threads import OneThread, by_one_thread
 
 
 class Streams(Protocol):
@@ -38,10 +39,15 @@ class Stream(Iterator[int]):
         stats: Stats,
         logprobs: list[TokenLogprobs] | None = None,
         prompt_ids: Sequence[int] = (),
+        one_thread: OneThread | None = None,
     ) -> None:
         self._tokens, self.stats, self.logprobs = tokens, stats, logprobs
         self.prompt_ids = prompt_ids
+        self.one_thread = one_thread or OneThread(
+            "stream"
+        )  # that of the engine, where there is one
 
+    @by_one_thread
     def __next__(self) -> int:
         try:
             return next(self._tokens)
@@ -51,12 +57,14 @@ class Stream(Iterator[int]):
             self.stats.finish_reason = "error" if isinstance(cause, Exception) else "abort"
             raise
 
+    @by_one_thread
     def close(self) -> None:
         """End the answer here; its finish reason is then "abort"."""
         if self.stats.finish_reason is None:
             self.stats.finish_reason = "abort"
         self._tokens.close()
 
+    @by_one_thread
     def stop(self, reason: str) -> None:
         """End the answer here, for its text has this stop string; the finish reason is "stop"."""
         self.stats.finish_reason, self.stats.stop_reason = "stop", reason

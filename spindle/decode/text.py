@@ -22,7 +22,7 @@ def stream_text(
     never in the prompt, and not in what the first `min_tokens` tokens complete. Raises
     RequestError before anything runs. As with `Engine.stream`, one stream at a time.
     """
-    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    ids = _ids_of(engine, tokenizer, prompt)
     stream = engine.stream_with(ids, replace(check_params(params), stop=None))
     return TextStream(stream, AnswerText.of(tokenizer, stream.prompt_ids, params))
 
@@ -34,9 +34,15 @@ def stream_texts(
 
     The prompt is run once. Raises RequestError before anything runs.
     """
-    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    ids = _ids_of(engine, tokenizer, prompt)
     streams = engine.streams(ids, replace(check_params(params), stop=None))
     return (TextStream(s, AnswerText.of(tokenizer, s.prompt_ids, params)) for s in streams)
+
+
+def _ids_of(engine: Streams, tokenizer: Tokenizer, prompt: str | Sequence[int]) -> Sequence[int]:
+    return (
+        tokenizer.encode_within(prompt, engine.max_seq_len) if isinstance(prompt, str) else prompt
+    )
 
 
 class TextStream(Iterator[str]):

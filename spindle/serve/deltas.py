@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from spindle.serve.outputs import Delta, RequestOutput
-from spindle.serve.threads import OneThread, by_one_thread
+from spindle.threads import OneCall, one_at_a_time
 
 if TYPE_CHECKING:
     from spindle.serve.llm import LLM
@@ -22,9 +22,9 @@ class DeltaStream(Iterator[Delta]):
         self._seen: dict[int, tuple[int, int, bool]] = {}
 
     @property
-    def one_thread(self) -> OneThread:
+    def one_call(self) -> OneCall:
         """Whom the engine lets in."""
-        return self._llm.one_thread
+        return self._llm.one_call
 
     def __next__(self) -> Delta:
         if not self._ready:
@@ -33,7 +33,7 @@ class DeltaStream(Iterator[Delta]):
             raise StopIteration
         return self._ready.popleft()
 
-    @by_one_thread
+    @one_at_a_time
     def _go_on(self) -> None:
         """Step until there is something new, or all has been said."""
         watched = self._llm._watched
@@ -58,13 +58,20 @@ class DeltaStream(Iterator[Delta]):
         if self._open:  # not aborted here: this may be in the middle of anything
             self._llm._abandoned.append(self._name)
 
-    @by_one_thread
     def close(self) -> None:
-        """Abort the request, if it has not ended."""
+        """Abort the request, if it has not ended; from a signal handler, after the step."""
+        if not self._llm.one_call.is_within():
+            self._close()
+        elif self._open:
+            self._open = False
+            self._llm._abandoned.append(self._name)
+
+    @one_at_a_time
+    def _close(self) -> None:
         if self._open:
             self._open = False
             self._llm._watched.pop(self._name, None)
-            self._llm.abort(self._name)
+            self._llm._abort(self._name)
         self._ready.clear()
 
 

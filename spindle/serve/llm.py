@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from functools import partial
-from itertools import count
+from itertools import count, islice
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from spindle.decode.params import (
 )
 from spindle.decode.speculative import drafter_for
 from spindle.decode.stats import Speculation
-from spindle.errors import RequestError, shown
+from spindle.errors import RequestError, brief, shown
 from spindle.interrupts import Hold, held_back
 from spindle.kvcache.blocks import BlockTable
 from spindle.kvcache.paged import PagedKV
@@ -47,27 +47,51 @@ from spindle.serve.request import Request, Sequence
 from spindle.serve.room import check_memory, default_blocks
 from spindle.serve.runner import Output, Runner
 from spindle.serve.scheduler import Gain, Plan, Scheduler
-from spindle.serve.threads import OneThread, by_one_thread
+from spindle.threads import NoCopies, OneCall, OneThread, one_at_a_time
 from spindle.tokenizer import Tokenizer
 
 Prompt = str | Many[int]
+MOST_PROMPTS = 2**16  # of an iterator: there may be no end to it
 
 
-class LLM:
+class LLM(NoCopies):
     """Serves many requests at once from one model and one pool of KV blocks.
 
-    model: a bundled or cached name, a directory, a hub id, or a loaded model (then `tokenizer` is
-    needed for text). quantize: None, or "int8", as `load_hf` takes it. num_blocks: by default room
-    for max_seqs sequences of max_model_len tokens, within a quarter of the free memory. max_seqs
-    sequences run at once, max_batch_tokens rows go through the model in a step. preemption "swap":
-    `host_blocks` of host memory, by default as many as num_blocks. graphs: replay steps without
-    prompts, instead of running them; by default where there is what does it. speculate: what drafts
-    tokens, for a pass to look at k of them at most: "ngram", a draft model's name, "int8" for the
-    model's own weights in 8 bits, or a Drafter; adaptive_k: fewer where they are not accepted.
+    model: a bundled or cached name, a directory, a hub id, or a loaded model.
+    tokenizer: needed for text if the model is given loaded; else it comes with it.
+    device, dtype, quantize: as `load_hf` takes them.
+    num_blocks: by default room for max_seqs sequences of max_model_len tokens, within a quarter of
+        the free memory.
+    max_seqs: sequences that run at once.
+    max_batch_tokens: rows that go through the model in a step.
+    preemption: "recompute", or "swap" to `host_blocks` of host memory, by default as many as
+        num_blocks.
+    policy: "continuous", or "static" batches.
+    graphs: replay steps without prompts, instead of running them; by default where there is what
+        does it.
+    speculate: what drafts tokens, for a pass to look at k of them at most: "ngram", a draft model's
+        name, "int8" for the model's own weights in 8 bits, or a Drafter.
+    adaptive_k: fewer drafts where they are not accepted.
     batch_invariant: a request gets the same bits whatever runs beside it, in float32 too; without
-    native code each token then has a pass of its own, which is slow.
-    trace: keep the last N plans. Raises RequestError for what cannot be. An LLM is for one thread
-    at a time, and refuses a second: whoever shares it among several holds a lock.
+        native code each token then has a pass of its own, which is slow.
+    trace: keep the last N plans.
+
+    Raises RequestError for what cannot be. An LLM is for one thread at a time, and refuses a
+    second: whoever shares it among several holds a lock. It refuses calls from within its own
+    calls, too (from a signal handler, a drafter), but for `abort`; to be copied or pickled; and a
+    child of fork, where torch's threads are gone.
+
+    Examples:
+
+        >>> from spindle import LLM, SamplingParams
+        >>> llm = LLM("tiny")
+        >>> greedy = SamplingParams(max_tokens=4, temperature=0)
+        >>> for output in llm.generate(["The capital of France is", "A list is"], greedy):
+        ...     print(repr(output.outputs[0].text), output.outputs[0].finish_reason)
+        ' the same as the' length
+        ' a list of strings' length
+        >>> [delta.text for delta in llm.stream("The capital of France is", greedy)]
+        [' the', ' same', ' as', ' the']
     """
 
     def __init__(
@@ -95,6 +119,10 @@ class LLM:
         trace: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self.one_thread = OneThread("LLM")
+        self.one_call = OneCall(
+            self.one_thread, "it between two calls; `abort` may come at any time"
+        )
         _check_choice("preemption", preemption, ("recompute", "swap"))
         _check_choice("policy", policy, ("continuous", "static"))
         block_size = check_count("block_size", block_size)  # a plain integer, whatever it was
@@ -171,7 +199,6 @@ class LLM:
         self._runner = Runner(
             model, self._kv, recorded(model, self._kv), self._drafting, batch_invariant
         )
-        self.one_thread = OneThread()
         self._clock, self._orders, self._drafts = clock, count(), Speculation()
         self._requests: dict[str, Request] = {}
         self._ended: list[Request] = []  # without having been run
@@ -180,16 +207,17 @@ class LLM:
         self._held: list[RequestOutput] = []  # ended in somebody else's step, for the next `step`
         self._news: list[RequestOutput] = []  # of the last step, until they are told
         self._abandoned: list[str] = []  # streams that were let go of, until the next step
+        self._noted: list[Request] = []  # to abort, as somebody said in the middle of a call
         self.trace: deque[Plan] = deque(maxlen=trace)
 
     @property
-    @by_one_thread
+    @one_at_a_time
     def has_unfinished(self) -> bool:
         """Whether a request is waiting or running."""
         self._drop_abandoned()
         return bool(self._ended or self._held or self._news) or self.scheduler.has_unfinished
 
-    @by_one_thread
+    @one_at_a_time
     def add(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
     ) -> str:
@@ -198,6 +226,11 @@ class LLM:
         Raises RequestError, before anything changes, for a prompt or parameters that cannot be
         honoured, and for the id of a request that is unfinished.
         """
+        return self._add(prompt, params, request_id)
+
+    def _add(
+        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None = None
+    ) -> str:
         arrival = self._clock()
         params = self._checked_params(params)
         ids = self._prompt_ids(prompt)
@@ -217,12 +250,25 @@ class LLM:
                 self._ended.append(request)
             return request.id
 
-    @by_one_thread
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request where it is, with reason "abort", and give back what it holds.
 
-        Returns it as it is then; None for an id that is not, or no longer, there.
+        Returns it as it is then; None for an id that is not, or no longer, there. From within
+        another call, such as by a signal handler in mid-step, it is noted: None, and the request
+        ends before the next step, which returns it.
         """
+        if self.one_call.is_within():
+            request = self._requests.get(request_id) if isinstance(request_id, str) else None
+            self._noted += [] if request is None else [request]
+            return None
+        return self._abort_now(request_id)
+
+    @one_at_a_time
+    def _abort_now(self, request_id: str) -> RequestOutput | None:
+        self._drop_abandoned()
+        return self._abort(request_id)
+
+    def _abort(self, request_id: str) -> RequestOutput | None:
         request = self._requests.get(request_id) if isinstance(request_id, str) else None
         if request is None:
             return None
@@ -239,7 +285,7 @@ class LLM:
         """
         told: list[RequestOutput] = []
         try:
-            with held_back() as hold, self.one_thread:
+            with held_back() as hold, self.one_call:
                 self._run_once(hold)
                 told, self._held, self._news = self._held + self._news, [], []
             return told
@@ -250,7 +296,7 @@ class LLM:
 
     def _advance(self) -> list[RequestOutput]:
         """A step for one caller; what ended in it and is nobody's so far is held for `step`."""
-        with held_back() as hold, self.one_thread:
+        with held_back() as hold:
             self._run_once(hold)
             news, self._news = self._news, []
             self._held += [o for o in news if o.finished and o.request_id not in self._watched]
@@ -288,13 +334,19 @@ class LLM:
         self._news += [self._close(r) if r.is_finished else self._output(r) for r in requests]
 
     def _drop_abandoned(self) -> None:
-        """Abort what streams that nobody holds any more were for."""
-        while self._abandoned:
-            name = self._abandoned.pop()
-            self.abort(name)
-            self._watched.pop(name, None)
+        """Abort what streams that nobody holds any more were for, and what was noted."""
+        with held_back():
+            while self._abandoned:
+                name = self._abandoned.pop()
+                self._abort(name)
+                self._watched.pop(name, None)
+            while self._noted:
+                request = self._noted.pop()
+                if self._requests.get(request.id) is request:  # it has not ended since
+                    self._end_all(request, "abort")
+                    self._ended.append(request)
 
-    @by_one_thread
+    @one_at_a_time
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> DeltaStream:
         """The answer to one prompt as it comes, beside whatever else is unfinished here.
 
@@ -307,16 +359,16 @@ class LLM:
         stream: DeltaStream | None = None
         try:
             with held_back():
-                name = self.add(prompt, params)
+                name = self._add(prompt, params)
                 self._watched[name] = None
                 stream = DeltaStream(self, name)
         except KeyboardInterrupt:
             if stream is not None:
-                stream.close()
+                stream.close()  # at the next step, as this is a call
             raise
         return stream
 
-    @by_one_thread
+    @one_at_a_time
     def generate(
         self,
         prompts: Prompt | Many[Prompt],
@@ -326,8 +378,17 @@ class LLM:
         """Answer all prompts (one, or a list), in their order; progress: a bar at a terminal.
 
         `params` for all, or a list of one each. Raises RequestError, and queues none of them, if
-        one of them is refused. Requests that were added before go on meanwhile.
+        one of them is refused, or an iterator has more than 65,536 (a list may). Requests that were
+        added before go on meanwhile.
         """
+        return self._generate(prompts, params, progress)
+
+    def _generate(
+        self,
+        prompts: Prompt | Many[Prompt],
+        params: SamplingParams | Many[SamplingParams] | None,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
         check_bool("progress", progress)
         many: list[Any] = [prompts] if _is_one(prompts) else _as_list(prompts)
         each: list[Any] = [params] * len(many)
@@ -337,7 +398,7 @@ class LLM:
             raise RequestError(f"{len(each)} params for {len(many)} prompts: expected one each")
         return self._run_to_the_end(lambda names: self._add_all(many, each, names), progress)
 
-    @by_one_thread
+    @one_at_a_time
     def chat(
         self,
         messages: Many[Mapping[str, Any]] | Many[Many[Mapping[str, Any]]],
@@ -351,9 +412,10 @@ class LLM:
             raise RequestError(f"messages: expected a list of them, or of such lists, got {got}")
         one = bool(messages) and isinstance(messages[0], Mapping)
         talks: Any = [messages] if one else messages
-        return self.generate([self.tokenizer.encode_chat(talk) for talk in talks], params)
+        texts = [self.tokenizer.render_chat(talk) for talk in talks]
+        return self._generate([self._encoded(text, False) for text in texts], params)
 
-    @by_one_thread
+    @one_at_a_time
     def beam_search(
         self,
         prompt: Prompt,
@@ -385,7 +447,7 @@ class LLM:
         return self._run_to_the_end(queue)[0]
 
     @property
-    @by_one_thread
+    @one_at_a_time
     def stats(self) -> dict[str, int]:
         """How things stand: sequences waiting and running, and the blocks of the pool.
 
@@ -449,7 +511,7 @@ class LLM:
     def _forget(self, names: list[str]) -> None:
         """After an interrupt, or a refusal: abort them, and tell nobody. Else they have ended."""
         for name in names:
-            self.abort(name)
+            self._abort(name)
             self._watched.pop(name, None)
         mine = set(names)
         self._news = [output for output in self._news if output.request_id not in mine]
@@ -457,10 +519,13 @@ class LLM:
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError("the prompt is text, and there is no tokenizer: give ids")
-            prompt = self.tokenizer.encode(prompt)
+            prompt = self._encoded(prompt)
         return check_prompt(prompt, self.model.config.vocab_size, self.max_model_len)
+
+    def _encoded(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if self.tokenizer is None:
+            raise RequestError("the prompt is text, and there is no tokenizer: give ids")
+        return self.tokenizer.encode_within(text, self.max_model_len, add_special_tokens)
 
     def _checked_params(self, params: SamplingParams | None) -> SamplingParams:
         """The parameters with a seed. RequestError: what cannot be honoured here."""
@@ -474,9 +539,10 @@ class LLM:
         if name is not None and not isinstance(name, str):
             raise RequestError(f"request_id={shown(name)}: expected a string, or None")
         if name in self._requests:
-            raise RequestError(f"request_id {name!r}: in use by a request that is unfinished")
+            words = "a request that is unfinished"
+            raise RequestError(f"request_id {brief(repr(name))}: in use by {words}")
         if name in self._watched:
-            raise RequestError(f"request_id {name!r}: in use by a stream that is unread")
+            raise RequestError(f"request_id {brief(repr(name))}: in use by a stream that is unread")
 
     def _add_all(
         self, prompts: list[Prompt], params: list[SamplingParams | None], names: list[str]
@@ -485,7 +551,7 @@ class LLM:
         for prompt, its in zip(prompts, params, strict=True):
             try:
                 with held_back():
-                    names.append(self.add(prompt, its))
+                    names.append(self._add(prompt, its))
             except RequestError as error:
                 if len(prompts) == 1:
                     raise
@@ -634,11 +700,17 @@ def _is_one(prompts: Any) -> bool:
 
 
 def _as_list(prompts: Any) -> list[Any]:
+    got = type(prompts).__name__
+    if isinstance(prompts, Mapping | set | frozenset):
+        raise RequestError(f"prompts: expected a list of them, got {got}")
+    most = MOST_PROMPTS if isinstance(prompts, Iterator) else None
     try:
-        return list(prompts)
+        listed = list(islice(prompts, most and most + 1))
     except Exception as cause:  # no iterable, or one that cannot be read
-        got = type(prompts).__name__
         raise RequestError(f"prompts: expected a list of them, got {got} ({cause})") from cause
+    if most and len(listed) > most:
+        raise RequestError(f"prompts: more than {most} from an iterator; expected a list")
+    return listed
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...], when: str = "") -> None:

@@ -60,8 +60,19 @@ def damage_text(rng: Random, case: Case, name: str) -> None:
 def config(rng: Random, case: Case) -> None:
     """config.json and generation_config.json, beside weights that are whole."""
     case.files = dict(bases.one_file(rng.choice(list(bases.CONFIGS))))
-    if rng.random() < 0.97:
+    if rng.random() < 0.15:
+        raw = json.loads(case.files["config.json"])
+        lies = {name: rng.choice(LAYERS) for name in raw if "layer" in name and "num" in name[:3]}
+        lies |= {"n_layer": rng.choice(LAYERS)} if "n_layer" in raw else {}
+        lies["layer_types"] = rng.choice(LAYER_TYPES)
+        case.damage("config.json", f"{lies}"[:200], json.dumps(raw | lies).encode())
+    elif rng.random() < 0.97:
         damage_text(rng, case, rng.choice(["config.json"] * 5 + ["generation_config.json"]))
+
+
+LAYERS = [1, 2, 3, 10_000, 10**8, 3 * 10**8, 2**31 - 1]
+LAYER_TYPES: list[Any] = [[], ["full_attention"], ["full_attention"] * 2, ["full_attention"] * 3]
+LAYER_TYPES += [["attention", "full_attention"], ["sliding_attention"] * 2, "full_attention", {}]
 
 
 # Weights.
@@ -285,6 +296,15 @@ def replace(pattern: str, content: str, kind: str = "Regex") -> dict[str, Any]:
     return {"type": "Replace", "pattern": {kind: pattern}, "content": content}
 
 
+def surrounding(times: int, ids: int, repeats: int = 1) -> dict[str, Any]:
+    """A template with a special token of so many ids, so many times, before a text."""
+    text = [{"Sequence": {"id": "A", "type_id": 0}}]
+    single = [{"SpecialToken": {"id": "X", "type_id": 0}}] * times + text * repeats
+    pair = [*text, {"Sequence": {"id": "B", "type_id": 0}}]
+    special = {"X": {"id": "X", "ids": [1] * ids, "tokens": ["a"] * ids}}
+    return dict(type="TemplateProcessing", single=single, pair=pair, special_tokens=special)
+
+
 BYTES = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
 SLOW = [
     "(a+)+$",
@@ -323,6 +343,8 @@ PARTS: dict[str, list[Any]] = {
         {"type": "Precompiled", "precompiled_charsmap": ""},
         {"type": "Prepend", "prepend": ""},
         {"type": "Prepend", "prepend": "x" * 100_000},
+        *({"prepend": "x" * 100_000}, ["x" * 100_000], [{"String": "l"}, "l" * 100_000]),
+        {"normalizers": [{"pattern": {"String": "l"}, "content": "ll"}] * 40},
         *(
             {"type": kind}
             for kind in ("NFC", "NFD", "Lowercase", "Nmt", "StripAccents", "ByteLevel")
@@ -375,6 +397,10 @@ PARTS: dict[str, list[Any]] = {
             "add_prefix_space": True,
         },
         BYTES,
+        *(surrounding(*sizes) for sizes in ((3, 2), (1000, 1000), (6000, 6000), (1, 1025))),
+        {"type": "Sequence", "processors": [surrounding(2, 100)] * 100},
+        {"type": "Sequence", "processors": [surrounding(0, 1, repeats=2)] * 40},
+        {key: value for key, value in surrounding(3000, 3000).items() if key != "type"},
     ],
     "decoder": [
         *(

@@ -45,7 +45,7 @@ from spindle.model.weights import random_model
 WARM = 20  # requests of each engine before anything is counted
 BURST = 60  # requests between two idle moments
 UNFINISHED = 12  # requests that are on their way at once, about
-SHARE = 0.1  # of the answers that are compared with what they are alone
+SHARE = 0.4  # of the answers that are compared with what they are alone
 CTRL_C = 0.01  # of the parts of a step that begin with one
 # A request that left one object behind would show as one block; half of that is a finding. The rest
 # is what tables that grow in jumps, and caches that fill up once, may take.

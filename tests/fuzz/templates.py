@@ -89,6 +89,23 @@ GROWERS = [
     "('ab' * 100000).translate({97: 'x' * 1000000})",
     "('a' * 3000000) | e | e | e",
     "('&' * 3000000) | e | forceescape | forceescape",
+    *(
+        f"('xn--' ~ 'a' * 400000).encode('utf-8').decode('{codec}')"
+        for codec in ("idna", "punycode", "utf-7", "unicode_escape", "zlib")
+    ),
+    *(f"('é' * 100000).encode('{codec}')" for codec in ("punycode", "idna", "raw_unicode_escape")),
+    *(f"('a' * 1000000).{how}('a' * 9000 ~ 'b' ~ 'a' * 900000)" for how in ("rfind", "rsplit")),
+    *(f"('b' * 1000000).{how}('a' * 900000 ~ 'b')" for how in ("strip", "lstrip", "rstrip")),
+    "('b' * 1000000) | trim('a' * 900000 ~ 'b')",
+    "(X | e).replace('', 'a' * 100000)",
+    "(('a' * 100000) | e).join(('b' * 100000) | list)",
+    *(f"(['a' * 900000] * 100000) | {how}" for how in ("sort", "min", "unique | list")),
+    "('a' * 900000 ~ X) in ['a' * 900000 ~ 'b'] * 100000",
+    "['a' * 900000 ~ 'b'] * 100000 == ['a' * 900000 ~ 'b'] * 100000",
+    "('a' * 900000).startswith(('a' * 899999 ~ 'b',) * 100000)",
+    "range(0, 99999 * (2 ** 61 - 1), 2 ** 61 - 1) | unique | list",
+    "(('f' * 3000000) | int(base=16)) // 7",
+    "{}.fromkeys(range(100000), X)",
 ]
 SOURCES = [
     "messages",

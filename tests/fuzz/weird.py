@@ -11,6 +11,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
+from itertools import count, repeat
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -80,6 +81,7 @@ TEXTS: list[Any] = [
     *("", " ", "a", "the cat", "nan", "1", "None", "\n", "\0", "a\0b", "\ud800", "x\udfffy"),
     *("é€\U0001f600", "\u202e\x1b[31m", "<s>", "</s>", "../..", "~nobody", "%s{}", "x" * 5000),
     *("\r\n", "x" * 100_000, "\ufeff", "\U0010ffff", MuteStr("a"), "ngram", "int8", "auto"),
+    *("~nosuchuser/x", "hello " * 300_000),
 ]
 THINGS: list[Callable[[], Any]] = [
     *(lambda: None, object, lambda: int, lambda: len, lambda: ..., lambda: NotImplemented, Mute),
@@ -95,6 +97,9 @@ LISTS: list[Callable[[], Any]] = [
     *(lambda: [1] * 100_000, lambda: range(100_000), lambda: range(3), lambda: range(10**12)),
     *(lambda: ["stop"] * 10_000, lambda: [f"s{n}" for n in range(64)], lambda: ["x" * 100_000]),
     *(lambda: list(range(1024)), lambda: [3] * 1025, lambda: [0] * 40, lambda: [b"a", "b"]),
+    *(lambda: repeat("a"), lambda: repeat(1), count, lambda: iter(int, 1)),  # without an end
+    *(lambda: ["ab" * 50_000 + str(n) for n in range(64)], lambda: [1] * 3_000_000),
+    *(lambda: ["ab" * 50_000] * 64, lambda: frozenset("ab"), lambda: {"a": 1}),
     *(lambda: iter([1, 2]), lambda: (n for n in "ab"), lambda: map(int, "12"), lambda: iter([])),
     *(lambda: np.array([1, 2]), lambda: np.array([[1, 2]]), lambda: np.array([0.5, math.nan])),
     *(lambda: np.array([]), lambda: np.array(["a"]), lambda: np.array([True, False])),
