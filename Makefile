@@ -33,7 +33,8 @@ test: $(VENV)/.dev ## what a change must pass: lint, types, tests, notebooks, bo
 	@$(PY) tests/check.py
 
 lab: $(VENV)/.dev ## open the notebooks in JupyterLab
-	@$(PY) -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks
+	@$(PY) -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) --ServerApp.root_dir=. \
+	  --LabApp.default_url=/lab/tree/notebooks/00_tour.ipynb
 
 notebooks: $(VENV)/.dev ## run all notebooks and store their outputs
 	@$(PY) notebooks/execute.py

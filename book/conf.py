@@ -37,6 +37,7 @@ extensions = [
     "_ext.front",
     "_ext.api",
     "_ext.preview",
+    "_ext.since",
 ]
 root_doc = "book/index"
 include_patterns = ["book/*.md", "notebooks/*.ipynb", "notebooks/answers/*.ipynb"]

@@ -124,6 +124,29 @@ def test_a_draft_model_drafts_the_same_for_a_request_whatever_is_beside_it(model
     assert llm.stats["proposed"] > llm.stats["accepted"] > 0
 
 
+def test_what_drafts_are_drawn_from_are_the_same_bits_however_a_prompt_is_cut(model):
+    """They decide which draft is drawn and whether it is accepted: so ids hang on them."""
+    near = random_model(model.config, dtype=torch.float32, gain=1.7)
+    prompt = [random.Random(3).randrange(V) for _ in range(40)]
+    params = SamplingParams(max_tokens=12, seed=3, ignore_eos=True)
+    seen = []
+    for most in (64, 9):
+        options = dict(speculate=ModelDrafter(Engine(near)), k=2, adaptive_k=False, max_seqs=1)
+        options |= dict(batch_invariant=True, max_batch_tokens=most, max_model_len=66)
+        llm = LLM(model, num_blocks=20, **options)
+        seen.append(noted := [])
+
+        def draft(chunks, run=llm._drafting.draft, noted=noted):
+            drawn = run(chunks)
+            noted += [its.probs for its in drawn.values()]
+            return drawn
+
+        llm._drafting.draft = draft
+        llm.generate([prompt], params)
+    assert len(seen[0]) > 2
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
 def test_without_it_the_last_bits_depend_on_the_company(model):
     """And no more than they: what is summed in another order is off by some roundings."""
     off = []

@@ -1,26 +1,34 @@
 """The exactness matrix: each cell on a schedule or two, the judges themselves, and the page.
 
-`tests/matrix/run.py` goes on for as long as one likes; here the seed is fixed.
+`tests/matrix/run.py` goes on for as long as one likes. Here a seed is good for a day, so that other
+schedules are drawn tomorrow; `SPINDLE_MATRIX_SEED` brings one back.
 """
 
 import functools
+import math
+import os
 import random
 import re
-from collections import Counter
 from dataclasses import replace
+from datetime import date
 
 import pytest
 import torch
-from matrix import judges, models, page, table
+from matrix import digest, judges, law, models, page, table
 from matrix.claims import CLAIMS, COLUMNS, NOT_APPLICABLE, NOT_PROVEN, SMOLLM2
+from matrix.definitions import Draw, off_the_draw, uniform
 from matrix.judges import Tally
+from matrix.law import Drawn, Evidence
 from matrix.rows import ALL_ROWS, BY_NAME, is_int8
+from matrix.streams import serve_one_by_one
 from matrix.table import Findings
-from matrix.traffic import by_lot
+from matrix.traffic import Asked, by_lot
 
 from spindle import SamplingParams
+from spindle.decode import sampling
 
-SEED = 0
+SEED = int(os.environ.get("SPINDLE_MATRIX_SEED", f"{date.today():%Y%m%d}"))
+AGAIN = f"SPINDLE_MATRIX_SEED={SEED} brings it back"
 CELLS = [cell for cell, claim in CLAIMS.items() if claim.is_tested]
 
 
@@ -44,9 +52,9 @@ def test_a_cell_that_is_claimed_holds(row, column):
     if why := table.missing(row):
         pytest.skip(why)
     found = findings(row)
-    assert found.failures((row, column)) == []
+    assert found.failures((row, column)) == [], AGAIN
     tally = found.cells[row, column]
-    assert tally.schedules and tally.touched and tally.tokens
+    assert tally.schedules and tally.touched and tally.tokens, AGAIN
 
 
 def test_no_cell_is_left_without_a_claim_or_a_reason():
@@ -82,7 +90,7 @@ def with_another_id(served):
 @pytest.mark.parametrize("column", COLUMNS[:3])
 def test_one_wrong_id_is_noticed_in_every_request_that_a_column_looks_at(column, dtype):
     """In float32 no model's two likeliest logits are so close that any id would pass."""
-    subject, judge = llama(dtype), table.JUDGES[column]
+    subject, judge = llama(dtype), table.JUDGES[column]  # each looks at three of six
     assert judged(subject, judge) == []
     wrong = judged(subject, judge, with_another_id)
     assert len({re.search(r"request \d", words)[0] for words in wrong}) == 3
@@ -130,38 +138,162 @@ def test_float32_is_much_closer_to_float64_than_what_is_let_pass():
         assert wide.std() >= 1
 
 
-def test_the_law_is_a_law_and_another_temperature_is_noticed():
-    """4,000 answers of the right one pass; at a temperature of 0.8 for 1.0 they do not."""
-    right, rng = judges.law(llama(size="small"), "temperature 1"), random.Random(0)
-    assert sum(right.values()) == pytest.approx(1)
-    assert len(right) == 4**judges.LENGTH
-    other = {ids: p**1.25 for ids, p in right.items()}
-    for law, passes in ((right, True), (other, False)):
-        drawn = Counter(rng.choices(list(law), law.values(), k=4000))
-        assert (judges.chance(drawn, right) > judges.CHANCE) == passes
-    assert judges.chance(Counter({(9, 9, 9, 9): 1}), right) == 0
+# --- the law -------------------------------------------------------------------------------------
 
 
-def test_a_distribution_is_as_it_is_defined():
-    logits = [0.0, 3.0, 1.0, 2.0]
-    p = judges.distribution(logits, 1.0)
-    assert p == pytest.approx(torch.tensor(logits).softmax(0).tolist(), abs=1e-6)
-    assert judges.distribution(logits, 1.0, top_k=2) == pytest.approx(
-        [0, 0.7311, 0, 0.2689], abs=1e-4
-    )
-    assert judges.distribution(logits, 1.0, top_p=0.7) == pytest.approx(
-        [0, 0.7311, 0, 0.2689], abs=1e-4
-    )
-    assert judges.distribution(logits, 1.0, top_p=0.6) == [0, 1, 0, 0]
+def texts(ways, count, seed=0):
+    """`count` answers that were drawn by some ways: their ids by lot, and logits that are flat."""
+    rng = random.Random(seed)
+    draws = []
+    for n in range(count):
+        params = SamplingParams(seed=n, max_tokens=8, **rng.choice(ways))
+        prompt, ids = [rng.randrange(24) for _ in range(5)], [rng.randrange(24) for _ in range(8)]
+        draws += [Draw(params, prompt, ids[:at], 0) for at in range(8)]
+    generator = torch.Generator().manual_seed(seed)
+    return draws, torch.randn(len(draws), 24, generator=generator, dtype=torch.float64)
+
+
+def drawn_from(p, draws, logits, draft_logits=None, seed=0):
+    """What a row's evidence is where each token is drawn from its p [N, V]."""
+    generator, evidence = torch.Generator().manual_seed(1000 + seed), Evidence()
+    tokens = torch.multinomial(p, 1, generator=generator)[:, 0].tolist()
+    draws = [replace(draw, token=token) for draw, token in zip(draws, tokens, strict=True)]
+    impossible = evidence.weigh(Drawn(draws, logits, (), draft_logits), random.Random(seed))
+    return evidence, impossible
+
+
+def law_of(draws, logits, draft_logits=None):
+    return Drawn(draws, logits, (), draft_logits)
+
+
+LAW_COUNT = BY_NAME["draft model"].law_count * table.ROUNDS  # answers of a row's smallest round
+
+
+@functools.cache
+def smallest_round():
+    """Draws, logits and draft logits, as many as a row with a draft model has there."""
+    draws, logits = texts(judges.WAYS, LAW_COUNT)
+    noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).double()
+    return draws, logits, logits + noise
+
+
+@functools.cache
+def faulty():
+    return law_of(*smallest_round()).faulty()
+
+
+def test_a_right_law_passes():
+    evidence, impossible = drawn_from(law_of(*smallest_round()).p, *smallest_round())
+    assert impossible == [] and min(evidence.chances().values()) > 1e-3
+
+
+@pytest.mark.parametrize("fault", [*law.FAULTS, *law.DRAFT_FAULTS])
+def test_a_law_with_a_fault_is_noticed_in_the_smallest_round(fault):
+    """And named: what is cut is then a token that cannot be drawn."""
+    evidence, impossible = drawn_from(faulty()[fault], *smallest_round())
+    assert impossible or evidence.chances()[f"as with {fault}"] < law.CHANCE
+    assert "ignored" not in fault or "penalty" in fault or impossible
+
+
+def test_a_bias_that_nobody_has_thought_of_is_noticed_by_its_points():
+    """Every fifth token is drawn as if all were equally likely."""
+    draws, logits = texts(judges.WAYS[:1], LAW_COUNT)
+    p = law_of(draws, logits).p
+    evidence, _ = drawn_from(0.8 * p + 0.2 / 24, draws, logits)
+    assert evidence.chances()["points by rank"] < law.CHANCE
+    evidence, _ = drawn_from(p, draws, logits)
+    assert evidence.chances()["points by rank"] > 1e-3
+
+
+def test_how_often_a_right_law_is_denied_is_bounded():
+    """Of 60 right samples no more than a tenth are as unlikely as one in ten, by what is said."""
+    draws, logits = texts(judges.WAYS, 5)
+    p = law_of(draws, logits).p
+    seen = [drawn_from(p, draws, logits, seed=n)[0].chances() for n in range(60)]
+    for what in ("points by rank", "points by id"):
+        assert sum(chances[what] < 0.1 for chances in seen) <= 6
+    odds = [p for chances in seen for name, p in chances.items() if name.startswith("as with")]
+    assert len(odds) == 60 and sum(p < 0.1 for p in odds) <= 6
+
+
+def test_what_a_run_would_see_is_what_it_sees_on_average():
+    """The nats of a fault are the mean of its log odds where it is there."""
+    draws, logits = texts(judges.WAYS[:1], 60)
+    wrong = law_of(draws, logits).faulty()["temperature x 0.85"]
+    seen = [drawn_from(wrong, draws, logits, seed=n)[0] for n in range(12)]
+    mean = sum(one.odds["temperature x 0.85"] for one in seen) / len(seen)
+    assert mean == pytest.approx(seen[0].nats["temperature x 0.85"], rel=0.15)
+
+
+def test_points_are_as_far_from_uniform_as_they_are():
+    assert law.distance([0.1, 0.5, 0.6]) == pytest.approx(0.4)
+    assert law.bound([0.5] * 100) == pytest.approx(2 * math.exp(-50))
+    assert law.bound([]) == 1.0
 
 
 def test_in_the_column_law_an_engine_that_draws_otherwise_fails():
     """All answers drawn by one seed, as if the position alone decided."""
-    found, subject = Findings(), llama(size="small")
-    found.counts["mixed steps", subject, "temperature 1"].update([(0, 1, 2, 3)] * 160)
-    found.counts = {table.Law(*key): seen for key, seen in found.counts.items()}
-    found.judge_laws()
+    found, subject, row = Findings(), llama(size="flat"), BY_NAME["mixed steps"]
+    asked = [Asked(0, (1, 2), SamplingParams(seed=7, max_tokens=8)) for _ in range(40)]
+    served = row.serve(random.Random(0), subject, asked)
+    table.weigh(row, random.Random(0), subject, served, found, "")
+    found.judge_laws(0)
     assert "chance would do this" in found.failures(("mixed steps", "law"))[0]
+
+
+# --- the definitions -----------------------------------------------------------------------------
+
+
+def rows_of(logits, before=(), eos=(), **params):
+    """What a token is drawn from, after the prompt [0] and some ids."""
+    draw = Draw(SamplingParams(seed=0, **params), [0], list(before), 0)
+    drawn = Drawn([draw], torch.tensor([logits], dtype=torch.float64), eos)
+    return drawn.p[0].tolist()
+
+
+def test_a_distribution_is_as_it_is_defined():
+    logits = [0.0, 3.0, 1.0, 2.0]
+    whole = torch.tensor(logits).softmax(0).tolist()
+    assert rows_of(logits) == pytest.approx(whole, abs=1e-6)
+    two = [0, 0.7311, 0, 0.2689]
+    for cut in (dict(top_k=2), dict(top_p=0.7), dict(min_p=0.3)):
+        assert rows_of(logits, **cut) == pytest.approx(two, abs=1e-4)
+    assert rows_of(logits, top_p=0.6) == rows_of(logits, min_p=0.4) == [0, 1, 0, 0]
+    halved = torch.tensor([0.0, 1.5, 0.5, 1.0]).softmax(0).tolist()
+    assert rows_of(logits, temperature=2) == pytest.approx(halved, abs=1e-6)
+
+
+def test_penalties_and_min_tokens_are_as_they_are_defined():
+    """Repetition counts the prompt, too; frequency counts how often, presence whether."""
+    logits, said = [2.0, 1.0, -1.0, 1.0], [1, 1, 2]
+    for params, right in (
+        (dict(repetition_penalty=2), [1.0, 0.5, -2.0, 1.0]),
+        (dict(frequency_penalty=0.5), [2.0, 0.0, -1.5, 1.0]),
+        (dict(presence_penalty=0.5), [2.0, 0.5, -1.5, 1.0]),
+    ):
+        p = torch.tensor(right, dtype=torch.float64).softmax(0).tolist()
+        assert rows_of(logits, said, **params) == pytest.approx(p)
+    held = dict(min_tokens=4, stop_token_ids=[0])
+    assert rows_of(logits, said, eos=[3], **held)[0::3] == [0, 0]
+    assert rows_of(logits, said, eos=[3], ignore_eos=True, **held)[3] > 0
+    assert min(rows_of(logits, [*said, 1], eos=[3], **held)) > 0
+
+
+def test_the_number_of_a_token_is_the_packages():
+    """Two readings of one definition."""
+    rng = random.Random(0)
+    for _ in range(100):
+        four = [rng.getrandbits(63), rng.randrange(128), rng.randrange(10**6), rng.randrange(3)]
+        its = sampling.uniform(*(torch.tensor([value]) for value in four[:3]), four[3])
+        assert uniform(*four) == float(its)
+
+
+def test_a_number_lies_in_the_stretch_of_its_token_and_of_no_other():
+    draws = [Draw(SamplingParams(seed=1), [0], [], token) for token in range(4)]
+    p = torch.tensor([[0.25, 0.25, 0.0, 0.5]] * 4, dtype=torch.float64)
+    off, u = off_the_draw(p, draws).tolist(), draws[0].u
+    assert sum(x <= 0 for x in off) == 1 and off[2] == math.inf
+    assert [x <= 0 for x in off] == [u < 0.25, 0.25 <= u < 0.5, False, u >= 0.5]
 
 
 # --- the features --------------------------------------------------------------------------------
@@ -178,12 +310,15 @@ def test_where_the_feature_is_off_its_counter_says_so(row):
     asked = [replace(one, at=20 * n, params=params) for n, one in enumerate(asked)]
     off = replace(BY_NAME["int8"], int8=False)
     assert row.touched(off.serve(random.Random(0), subject, asked)) == set()
+    if row.serves is serve_one_by_one and row.name != "one stream":
+        off = BY_NAME["one stream"]
+        assert row.touched(off.serve(random.Random(0), subject, asked)) == set()
 
 
 def test_a_cell_whose_feature_did_not_happen_fails():
     found = Findings()
-    found.cells["swap", "alone"] = Tally(schedules=3)
-    assert found.failures(("swap", "alone")) == ["it happened to none in 3 schedules"]
+    found.cells["swap", "drawn"] = Tally(schedules=3)
+    assert found.failures(("swap", "drawn")) == ["it happened to none in 3 schedules"]
 
 
 def test_int8_is_what_it_says():
@@ -208,7 +343,7 @@ def test_the_same_seed_makes_the_same_requests():
 def test_the_command_prints_the_seed_and_its_counts(capsys):
     assert table.main(["--only", "beam", "--seed", "3"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("seed 3\n") and "● 2 / " in printed and "0 failures" in printed
+    assert printed.startswith("seed 3, code ") and "● 2 / " in printed and "0 failures" in printed
 
 
 def test_a_failure_is_printed_with_its_seed_and_is_the_exit_status(capsys, monkeypatch):
@@ -235,3 +370,26 @@ def test_the_page_of_the_book_says_what_is_claimed():
     kept = page.read()["cells"]
     assert {(row, column) for row in kept for column in kept[row]} == set(CELLS)
     assert all(cell["touched"] > 0 for its in kept.values() for cell in its.values())
+
+
+def test_a_digest_changes_with_what_is_run_and_with_no_word(tmp_path):
+    room = tmp_path / "spindle" / "serve"
+    room.mkdir(parents=True)
+
+    def digest_of(python, c=""):
+        (room / "a.py").write_text(python)
+        (room / "a.cpp").write_text(c)
+        return digest.digests(["serve"], root=tmp_path)
+
+    first = digest_of('def f(x):\n    """Words."""\n    return x  # why\n', 'f("//");  // why\n')
+    words = digest_of('def f(x):\n    """Others,\n\n    more."""\n\n    return x\n', 'f("//");\n')
+    assert first == words
+    assert digest_of("def f(x):\n    return -x\n", 'f("//");') != first
+    assert digest_of("def f(x):\n    return x\n", 'f("/*");') != first
+
+
+def test_a_record_says_whether_code_has_changed_since():
+    kept = digest.digests(["kvcache"], "tests/matrix")
+    assert digest.since(kept) == "No code has changed since."
+    changed = digest.since(kept | {"kvcache": "x"})
+    assert changed == "Code has changed since, in *kvcache*: the run has to be made again."

@@ -611,6 +611,11 @@ def test_more_turns_than_are_kept_are_refused_in_words():
         fibres.record(SUM, "run_total", torch.zeros(120), torch.zeros(8), 120)
 
 
+def test_style_and_script_are_stored_without_comments_and_nothing_else_is_lost():
+    assert STYLE.startswith(".spindle-player{max-width:100%}") and "/*" not in STYLE + SCRIPT
+    assert STYLE.count("{") == STYLE.count("}") and SCRIPT.startswith("(id, d) =>")
+
+
 # --- the cover ------------------------------------------------------------------------------------
 
 

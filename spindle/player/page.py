@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -22,8 +23,9 @@ LONG = 20  # steps, beyond which their text is folded: it would bury the page
 def _packed(file: str) -> str:
     """A file beside this one without indentation and comments: each stored player has a copy."""
     text = Path(__file__).with_name(file).read_text(encoding="utf-8")
+    text = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
     lines = (line.strip() for line in text.splitlines())
-    return "\n".join(line for line in lines if line and not line.startswith(("//", "/*")))
+    return "\n".join(line for line in lines if line and not line.startswith("//"))
 
 
 STYLE, SCRIPT = _packed("player.css"), _packed("player.js")

@@ -8,9 +8,7 @@ every id must be the reference's own after the ids before it, or within NEAR of 
 from __future__ import annotations
 
 import functools
-import itertools
 import random
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,15 +17,16 @@ import oracle
 import torch
 from torch import Tensor
 
+from matrix import models
+from matrix.definitions import Draw
+from matrix.law import Drawn
 from matrix.models import EOS, Subject
 from matrix.traffic import Asked, Served
 from spindle import LLM, Engine, SamplingParams
 from spindle.decode.drafters import ModelDrafter
-from spindle.decode.sampling import uniform
 
 NEAR = 1e-3  # between the reference's best logit and ours, in float32: see `test_matrix`
 NEAR_DRAW = 1e-4  # between a random number and the interval of the token, in float32
-CHANCE = 1e-6  # a law is denied where chance would do what was seen as rarely as this
 
 
 @dataclass
@@ -40,7 +39,6 @@ class Tally:
     failures: list[str] = field(default_factory=list)
     where: str = ""  # what is looked at now, for a failure to name
     largest_gap: float = 0.0  # that was let pass, in float32
-    p: float | None = None  # of the law that fits worst
 
     def expect(self, same: bool, words: str) -> None:
         if not same:
@@ -181,63 +179,89 @@ def _judge_greedy(
         _count(tally, subject, n, served, touched)
 
 
-def against_solo(subject: Subject, served: Served, touched: set[int], tally: Tally) -> None:
-    """Drawn answers are those that the request has alone, in a plain engine, by the same seed.
+def against_definitions(subject: Subject, served: Served, touched: set[int], tally: Tally) -> None:
+    """Each drawn id is the one that its random number means, by definitions written in the tests.
 
-    Where a draft model drafts, it does so alone as well. In float32: each id is the one that its
-    random number means by the plain path in float64.
+    Where a draft model drafts, the answers of an engine are those that the request has alone, in a
+    plain engine, with the same draft model; what is a law's to say is not looked at.
     """
+    if has_draft_model(served):
+        if subject.is_exact and served.plans:
+            _against_solo(subject, served, touched, tally)
+        return
+    drawn = drawn_by(subject, served)
+    off, whose = drawn.off(), torch.tensor(drawn.requests)
     for n, one in enumerate(served.asked):
-        if not one.is_drawn:
-            continue
-        answers = [answer.token_ids for answer in served.outputs[n].outputs]
-        if subject.is_exact:
-            right = solo(subject, one, **_drafts(subject, served))
+        if one.is_drawn:
+            most = 0.0 if subject.is_exact else NEAR_DRAW
+            words = f"answers {[answer.token_ids for answer in served.outputs[n].outputs]}"
+            _let_pass(tally, n, float(off[whose == n].max()), most, words)
+            _count(tally, subject, n, served, touched)
+
+
+def _against_solo(subject: Subject, served: Served, touched: set[int], tally: Tally) -> None:
+    for n, one in enumerate(served.asked):
+        if one.is_drawn:
+            answers = [answer.token_ids for answer in served.outputs[n].outputs]
+            right = solo(subject, one, served.options)
             tally.expect(answers == right, f"request {n}: {answers}, alone {right}")
-        else:
-            for sample, ids in enumerate(answers):
-                _let_pass(tally, n, _off_the_draw(subject, one, sample, ids), NEAR_DRAW)
-        _count(tally, subject, n, served, touched)
+            _count(tally, subject, n, served, touched)
 
 
-def solo(subject: Subject, one: Asked, **options: Any) -> list[list[int]]:
-    """The answers to a request that has a fresh engine to itself; options: by default, nothing."""
+def solo(subject: Subject, one: Asked, options: dict[str, Any]) -> list[list[int]]:
+    """The answers to a request that has a fresh engine, and a fresh draft model, to itself."""
     seats, length = one.params.n, one.blocks[1]
     plainly = dict(max_seqs=seats, block_size=16, num_blocks=seats * (-(-length // 16)))
     plainly |= dict(prefix_cache=False, graphs=False, max_batch_tokens=64, max_model_len=64)
-    (output,) = LLM(subject.plain, **(plainly | options)).generate([list(one.prompt)], one.params)
+    plainly |= {name: options[name] for name in ("k", "adaptive_k")}
+    llm = LLM(subject.plain, **plainly, speculate=ModelDrafter(Engine(subject.draft)))
+    (output,) = llm.generate([list(one.prompt)], one.params)
     return [answer.token_ids for answer in output.outputs]
 
 
-def _drafts(subject: Subject, served: Served) -> dict[str, Any]:
-    """How a draft model drafts in a schedule, if one does; an engine of its own for it."""
-    if not isinstance(served.options.get("speculate"), ModelDrafter):
-        return {}
-    kept = {name: served.options[name] for name in ("k", "adaptive_k")}
-    return kept | {"speculate": ModelDrafter(Engine(subject.draft))}
+def has_draft_model(served: Served) -> bool:
+    return isinstance(served.options.get("speculate"), ModelDrafter)
 
 
-def _off_the_draw(subject: Subject, one: Asked, sample: int, ids: list[int]) -> float:
-    """How far the random numbers lie from the intervals of the tokens that were drawn by them.
+@functools.lru_cache(maxsize=1)  # two columns look at it
+def drawn_by(subject: Subject, served: Served) -> Drawn:
+    """The tokens of all drawn answers of a schedule, and transformers' logits before each."""
+    answers = [
+        (n, one, sample, answer.token_ids)
+        for n, one in enumerate(served.asked)
+        if one.is_drawn
+        for sample, answer in enumerate(served.outputs[n].outputs)
+    ]
+    draws = [
+        Draw(one.params, one.prompt, ids[:at], token, sample)
+        for _, one, sample, ids in answers
+        for at, token in enumerate(ids)
+    ]
+    requests = [n for n, _, _, ids in answers for _ in ids]
+    texts = [(len(one.prompt), [*one.prompt, *ids[:-1]]) for _, one, _, ids in answers]
+    draft = None
+    if has_draft_model(served):
+        assert subject.draft_directory is not None
+        draft = logits_along(models.theirs(subject.draft_directory, False), texts)
+    logits, eos_ids = logits_along(subject.theirs, texts), subject.ours.config.eos_ids
+    return Drawn(draws, logits, eos_ids, draft, subject.is_exact, requests)
 
-    Where temperature is all that shapes the distribution.
-    """
-    first = len(one.prompt)
-    logits = plain_logits(subject, [*one.prompt, *ids])[first - 1 : -1].double()  # [T, V]
-    ends = (logits / one.params.temperature).softmax(-1).cumsum(-1)
-    position = torch.arange(first, first + len(ids))
-    seed, which = torch.tensor([[one.params.seed], [sample]]).expand(2, len(ids))
-    u = uniform(seed, which, position)
-    token = torch.tensor(ids)[:, None]
-    above = u - ends.gather(1, token)[:, 0]
-    below = (ends - ends.diff(dim=-1, prepend=torch.zeros(len(ids), 1))).gather(1, token)[:, 0] - u
-    return float(torch.stack((above, below)).max())
+
+@torch.inference_mode()
+def logits_along(model: Any, texts: Sequence[tuple[int, list[int]]]) -> Tensor:
+    """transformers' logits [N, V] after each id of some texts, from the n-th on, in one pass."""
+    width = max(len(ids) for _, ids in texts)
+    batch = torch.tensor([ids + [0] * (width - len(ids)) for _, ids in texts])  # nobody looks ahead
+    logits = model(batch, use_cache=False).logits
+    rows = zip(logits, texts, strict=True)
+    return torch.cat([its[first - 1 : len(ids)] for its, (first, ids) in rows])
 
 
-def _let_pass(tally: Tally, n: int, off: float, most: float) -> None:
-    """Note how far a float32 answer is off; further than that is a failure."""
+def _let_pass(tally: Tally, n: int, off: float, most: float, words: str = "") -> None:
+    """Note how far an answer is off; further than that is a failure."""
     tally.largest_gap = max(tally.largest_gap, off)
-    tally.expect(off < most, f"request {n}: {off:.1e} from the reference, beyond {most}")
+    said = f"request {n}: {off:.1e} from the reference, beyond {most}"
+    tally.expect(off <= most, f"{said}: {words}" if words else said)
 
 
 def _count(tally: Tally, subject: Subject, n: int, served: Served, touched: set[int]) -> None:
@@ -256,76 +280,26 @@ def _count(tally: Tally, subject: Subject, n: int, served: Served, touched: set[
 
 # --- the law -------------------------------------------------------------------------------------
 
-LENGTH, PROMPT = 4, (1, 0, 3, 2, 1)
-WAYS = {
-    "temperature 1": dict(temperature=1.0),
-    "temperature 0.6": dict(temperature=0.6),
-    "top-k 2, temperature 1.3": dict(temperature=1.3, top_k=2),
-    "top-p 0.8": dict(temperature=1.0, top_p=0.8),
-}
+LENGTH = 8  # tokens of an answer that is drawn for the law alone
+WAYS: tuple[dict[str, Any], ...] = (
+    dict(temperature=1.0),
+    dict(temperature=0.7),
+    dict(temperature=1.3, top_k=7),
+    dict(temperature=1.0, top_p=0.8),
+    dict(temperature=1.2, min_p=0.1),
+    dict(temperature=1.0, presence_penalty=1.5),
+    dict(temperature=1.0, frequency_penalty=1.0),
+    dict(temperature=1.0, repetition_penalty=3.0),
+)
 
 
-def counted(rng: random.Random, way: str, count: int, answers: Sequence[int]) -> list[Asked]:
-    """`count` answers to one prompt, each drawn by a seed of its own, two requests a step."""
+def many(rng: random.Random, subject: Subject, count: int, answers: Sequence[int]) -> list[Asked]:
+    """`count` answers to one prompt, drawn in all ways, by a seed each, two requests a step."""
+    prompt = tuple(rng.randrange(subject.vocab_size) for _ in range(5))
     asked = list[Asked]()
     while count > 0:
-        n = rng.choice(answers)
-        params = SamplingParams(max_tokens=LENGTH, n=n, seed=rng.getrandbits(62), **WAYS[way])
-        asked.append(Asked(len(asked) // 2, PROMPT, params))
+        n, way = rng.choice(answers), rng.choice(WAYS)
+        params = SamplingParams(max_tokens=LENGTH, n=n, seed=rng.getrandbits(62), **way)
+        asked.append(Asked(len(asked) // 2, prompt, params))
         count -= n
     return asked
-
-
-@functools.cache
-def law(subject: Subject, way: str) -> dict[tuple[int, ...], float]:
-    """The probability of every answer of LENGTH ids, from transformers' logits and definitions."""
-    V = subject.vocab_size
-    beginnings = [list(ids) for ids in itertools.product(range(V), repeat=LENGTH - 1)]
-    passes = torch.stack([oracle.logits(subject.theirs, [*PROMPT, *ids]) for ids in beginnings])
-    rows = passes[:, len(PROMPT) - 1 :].tolist()  # [V^3, LENGTH, V]
-    found = {}
-    for ids, logits in zip(beginnings, rows, strict=True):
-        first, *later, last = (distribution(row, **WAYS[way]) for row in logits)
-        before = first[ids[0]]
-        for token, p in zip(ids[1:], later, strict=True):
-            before *= p[token]
-        for token, p in enumerate(last):
-            found[*ids, token] = before * p
-    return {ids: p for ids, p in found.items() if p > 0}
-
-
-def distribution(
-    logits: list[float], temperature: float, top_k: int = 0, top_p: float = 1.0
-) -> list[float]:
-    """What a token is drawn from, by the definitions, with nothing of the package's."""
-    p = torch.tensor([x / temperature for x in logits], dtype=torch.float64).softmax(0).tolist()
-    order = sorted(range(len(p)), key=lambda token: -p[token])[: top_k or None]
-    total, before, kept = sum(p[token] for token in order), 0.0, {}
-    for token in order:
-        if before / total < top_p:
-            kept[token] = p[token]
-        before += p[token]
-    return [kept.get(token, 0.0) / sum(kept.values()) for token in range(len(p))]
-
-
-def chance(observed: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
-    """The chance of a chi-square as large as this one, rare answers taken together (Pearson 1900).
-
-    0 for an answer that cannot be.
-    """
-    if not set(observed) <= set(law):
-        return 0.0
-    n, cells = sum(observed.values()), [(0.0, 0)]
-    for ids, p in sorted(law.items(), key=lambda pair: pair[1]):
-        if cells[-1][0] >= 5:  # the likelier ones have cells of their own
-            cells.append((0.0, 0))
-        mean, got = cells[-1]
-        cells[-1] = mean + n * p, got + observed[ids]
-    if cells[-1][0] < 5 and len(cells) > 1:
-        (mean, got), (more, others) = cells.pop(), cells.pop()
-        cells.append((mean + more, got + others))
-    if len(cells) == 1:  # nearly all answers are the same one
-        return 1.0
-    chi2 = sum((got - mean) ** 2 / mean for mean, got in cells)
-    half = torch.tensor([(len(cells) - 1) / 2, chi2 / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(*half))

@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import oracle
 import torch
@@ -17,19 +17,36 @@ from spindle.model.layers import Model
 from spindle.model.weights import load_hf
 
 FAMILIES = ("llama", "gpt2", "qwen2", "mistral", "qwen3")
-POSITIONS, EOS = 64, 5
+EOS = 5
 TEXT = """\
 The capital of France is Paris, and the capital of Spain is Madrid. A dictionary maps keys to
 values; a list keeps things in order. It rained on Monday, it rained on Tuesday, and on Wednesday
 the river came over the bridge, so that nobody could cross it before the end of the week.
 """
-# Heads of 32, as a CUDA source is compiled for; "small" has so few tokens that answers are counted.
-GPT2 = dict(n_positions=POSITIONS, n_embd=64, n_head=2)
-LLAMA = dict(max_position_embeddings=POSITIONS, hidden_size=48, intermediate_size=80, head_dim=32)
+VOCAB = 24
+# Heads of 32, as a CUDA source is compiled for.
+GPT2 = dict(vocab_size=VOCAB, n_embd=64, n_head=2)
+LLAMA = dict(vocab_size=VOCAB, hidden_size=48, intermediate_size=80, head_dim=32)
 LLAMA |= dict(num_attention_heads=4, num_key_value_heads=2)
 LAYERS = {"gpt2": "n_layer"}  # what config.json calls their number
-SIZES = {"large": (24, 2, 2.0), "small": (4, 1, 1.0)}  # tokens, layers, spread of the logits
-NOISE = {"large": 0.2, "small": 1.0}  # of a draft: near for long runs, far for rejected drafts
+LENGTHS = {"gpt2": "n_positions"}
+
+
+class Size(NamedTuple):
+    """How large a model is, and how sure of itself; noise: how far from it its draft model is."""
+
+    positions: int = 64
+    layers: int = 2
+    spread: float = 2.0  # of the logits: the likeliest token is a clear one
+    noise: float = 0.2  # near, for long runs of accepted drafts
+    eos: int | None = EOS
+
+
+SIZES = {
+    "large": Size(),
+    "long": Size(positions=320),
+    "flat": Size(layers=1, spread=1.0, noise=1.0, eos=None),  # many tokens, all of them likely
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +62,7 @@ class Subject:
     theirs: Any
     plain: Model
     draft: Model | None = None
+    draft_directory: Path | None = None  # where the draft is, for transformers
     text: tuple[int, ...] = ()  # that prompts are cut from; by default they are any ids
 
     @property
@@ -66,9 +84,10 @@ def subject(
     quantize = "int8" if int8 else None
     plain = load_hf(directory, "cpu", torch.float64, quantize)
     ours = plain if dtype == torch.float64 else load_hf(directory, "cpu", dtype, quantize)
-    draft = load_hf(checkpoint(family, size, number, noise=NOISE[size]), "cpu", dtype)
+    near = checkpoint(family, size, number, noise=SIZES[size].noise)
+    draft = load_hf(near, "cpu", dtype)
     draft.directory = None  # where its tokenizer would be looked for
-    return Subject(ours, theirs(directory, int8), plain, draft)
+    return Subject(ours, theirs(directory, int8), plain, draft, near)
 
 
 @functools.cache
@@ -91,13 +110,13 @@ def dequantised(weight: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def checkpoint(family: str, size: str, number: int, noise: float = 0.0) -> Path:
     """A directory with random weights, the same each time; noise: and others on top of them."""
-    vocab, layers, gain = SIZES[size]
-    shape = GPT2 if family == "gpt2" else LLAMA
-    shape = shape | {"vocab_size": vocab, LAYERS.get(family, "num_hidden_layers"): layers}
+    its, shape = SIZES[size], dict(GPT2 if family == "gpt2" else LLAMA)
+    shape[LAYERS.get(family, "num_hidden_layers")] = its.layers
+    shape[LENGTHS.get(family, "max_position_embeddings")] = its.positions
     directory = Path(_folder().name) / f"{family}-{size}-{number}-{noise}"
     seed = number * len(FAMILIES) + FAMILIES.index(family)
-    oracle.make_checkpoint(directory, family, seed, gain, **shape)
-    oracle.edit_config(directory, eos_token_id=EOS if size == "large" else None)
+    oracle.make_checkpoint(directory, family, seed, its.spread, **shape)
+    oracle.edit_config(directory, eos_token_id=its.eos)
 
     def shaken(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(number)

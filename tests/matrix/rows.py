@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from matrix.models import Subject
+from matrix.streams import serve_one_by_one
 from matrix.traffic import Asked, Served, serve
 from spindle import LLM, Engine
 from spindle.decode import graphs
@@ -101,6 +102,29 @@ def called(*names: str) -> Touched:
     return lambda served: all_of(served) if set(names) <= set(served.calls) else set()
 
 
+def streamed(served: Served) -> set[int]:
+    """Requests whose answers are an Engine's, and longer than what follows from the prompt."""
+    longer = {n for n, one in enumerate(served.outputs) if len(one.outputs[0].token_ids) > 1}
+    return longer if "stream" in served.calls else set()
+
+
+def beyond(least: int, *names: str) -> Touched:
+    """Requests with so many ids in their prompts, where each of these kernels was called."""
+    return lambda served: {n for n in called(*names)(served) if len(served.asked[n].prompt) > least}
+
+
+def kept_waiting(served: Served) -> set[int]:
+    """Requests that began after a step in which there was a seat for them, and no new batch."""
+    begun, seats, free = set[str](), served.options.get("max_seqs", 0), False
+    late = set[int]()
+    for plan in served.plans:
+        new = [c for c in plan.chunks if c.sequence.request.id not in begun]
+        late |= served.of(new) if free else set()
+        begun |= {chunk.sequence.request.id for chunk in new}
+        free = sum(not chunk.filler for chunk in plan.chunks) < seats
+    return late if served.options.get("policy") == "static" else set()
+
+
 def in_company(served: Served) -> set[int]:
     """Requests that shared a step with another one, where that may not change their bits."""
     if not served.options.get("batch_invariant"):
@@ -147,6 +171,34 @@ def natively(calls: Calls) -> Iterator[None]:
     calls += [call.name for call in noted]
 
 
+# --- the engine ----------------------------------------------------------------------------------
+
+
+def serve_together(subject: Subject, options: Options, asked: Sequence[Asked]) -> Served:
+    """In an LLM; options: beside the usual."""
+    options = usual(subject, asked) | options
+    return replace(serve(LLM(subject.ours, **options), asked), options=options)
+
+
+def usual(subject: Subject, asked: Sequence[Asked]) -> Options:
+    """Room for all, a prompt whole, and none of the features."""
+    return dict(
+        max_model_len=min(320, subject.ours.config.max_positions),
+        max_seqs=6,
+        max_batch_tokens=512,
+        block_size=4,
+        num_blocks=blocks(asked, 4) * 6,
+        prefix_cache=False,
+        graphs=False,
+        trace=100_000,
+    )
+
+
+def blocks(asked: Sequence[Asked], size: int) -> int:
+    """The fewest blocks with which each of the requests can run by itself."""
+    return max(sequences * -(-length // size) for sequences, length in (a.blocks for a in asked))
+
+
 # --- rows ----------------------------------------------------------------------------------------
 
 
@@ -167,34 +219,17 @@ class Row:
     most: int = 12  # tokens of an answer
     count: int = 6  # requests of a schedule
     apart: int = 3  # steps between those that come, at most
-    law_count: int = 160  # answers of a schedule that are counted
+    least: int = 0  # ids that all prompts begin with
+    size: str = "large"  # of the models
+    law_count: int = 48  # answers of a schedule that are drawn for the law alone
+    serves: Callable[[Subject, Options, Sequence[Asked]], Served] = serve_together
 
     def serve(self, rng: random.Random, subject: Subject, asked: Sequence[Asked]) -> Served:
         """The requests in an engine with the feature."""
         calls = ["integers"] * is_int8(subject)
         with self.around(calls):
-            options = usual(asked) | self.options(rng, subject, asked)
-            served = serve(LLM(subject.ours, **options), asked)
-        return replace(served, calls=calls, options=options)
-
-
-def usual(asked: Sequence[Asked]) -> Options:
-    """Room for all, a prompt whole, and none of the features."""
-    return dict(
-        max_model_len=64,
-        max_seqs=6,
-        max_batch_tokens=64,
-        block_size=4,
-        num_blocks=blocks(asked, 4) * 6,
-        prefix_cache=False,
-        graphs=False,
-        trace=100_000,
-    )
-
-
-def blocks(asked: Sequence[Asked], size: int) -> int:
-    """The fewest blocks with which each of the requests can run by itself."""
-    return max(sequences * -(-length // size) for sequences, length in (a.blocks for a in asked))
+            served = self.serves(subject, self.options(rng, subject, asked), asked)
+        return replace(served, calls=[*calls, *served.calls])
 
 
 def prefix_hit(rng: random.Random, subject: Subject, asked: Sequence[Asked]) -> Options:
@@ -256,7 +291,7 @@ def everything(rng: random.Random, subject: Subject, asked: Sequence[Asked]) -> 
     if drafts:
         drafts |= dict(k=rng.choice([1, 1, 2, 4]), adaptive_k=rng.random() < 0.5)
     k, seats = drafts.get("k", 0), rng.randint(4, 6)
-    size = rng.choice([1, 2, 4])
+    size = rng.choice([1, 2, 4, 16])
     pool = blocks(asked, size) + rng.randint(0, 12 // size)
     own = dict(
         prefix_cache=True,
@@ -270,6 +305,37 @@ def everything(rng: random.Random, subject: Subject, asked: Sequence[Asked]) -> 
     return own | drafts
 
 
+def long_contexts(rng: random.Random, subject: Subject, asked: Sequence[Asked]) -> Options:
+    """Hits, prompts in pieces or whole, n-gram drafts or none."""
+    drafts = rng.choice([plainly, ngram])(rng, subject, asked)
+    size = rng.choice([4, 16])
+    room = dict(block_size=size, num_blocks=2 * blocks(asked, size), prefix_cache=True)
+    return room | dict(max_batch_tokens=rng.choice([48, 512]), graphs=True) | drafts
+
+
+def static(rng: random.Random, subject: Subject, asked: Sequence[Asked]) -> Options:
+    """Batches of which none is joined: with hits, or prompts in pieces."""
+    seats = max(3, *(one.params.n for one in asked))
+    size = rng.choice([2, 4, 16])
+    cache = dict(prefix_cache=rng.random() < 0.5, block_size=size, num_blocks=400)
+    return cache | dict(policy="static", max_seqs=seats, max_batch_tokens=rng.choice([seats, 64]))
+
+
+def one_stream(
+    rng: random.Random, subject: Subject, asked: Sequence[Asked], record: bool
+) -> Options:
+    """An engine; record: its steps are recorded."""
+    recorder = graphs.recording if subject.is_exact else graphs.cpu_graph
+    return dict(prefill_chunk=rng.choice([3, 512]), record=recorder if record else None)
+
+
+def drafted_stream(rng: random.Random, subject: Subject, asked: Sequence[Asked]) -> Options:
+    """An engine that is drafted for, by n-grams or by a model; recorded or not."""
+    drafts = rng.choice([ngram, draft_model])(rng, subject, asked)
+    drafts |= dict(adaptive_k=rng.random() < 0.5)
+    return one_stream(rng, subject, asked, rng.random() < 0.5) | drafts
+
+
 def own_bits(rng: random.Random, subject: Subject, asked: Sequence[Asked]) -> Options:
     """All at once, but for drafts by a model; recorded where a step is one pass."""
     crowded = everything(rng, replace(subject, draft=None), asked)
@@ -279,7 +345,9 @@ def own_bits(rng: random.Random, subject: Subject, asked: Sequence[Asked]) -> Op
 F32 = torch.float32
 OF_CUDA = ("paged_attend", "write_kv")  # what both families call of the CUDA sources
 OF_NATIVE = ("linear", "paged_attend", "write_kv")
-CROWDED: dict[str, Any] = dict(most=16, count=8, apart=0, law_count=100)
+OF_LONG = ("paged_attend",)
+PART, SPLIT = 128, 256  # keys that are one piece, in native attention and in the CUDA source
+CROWDED: dict[str, Any] = dict(most=16, count=8, apart=0)
 ROWS = (
     Row(
         "prefix hit",
@@ -294,7 +362,6 @@ ROWS = (
         "a step of the request ended before its prompt did",
         chunked_prefill,
         chunked,
-        law_count=100,
     ),
     Row(
         "mixed steps",
@@ -348,7 +415,7 @@ ROWS = (
         "the request took over drafts, and others were rejected",
         draft_model,
         drafted,
-        law_count=280,
+        law_count=160,
     ),
     Row(
         "recorded step",
@@ -368,7 +435,6 @@ ROWS = (
         around=emulated,
         most=6,
         count=4,
-        law_count=60,
     ),
     Row(
         "native CPU ops",
@@ -412,7 +478,6 @@ ROWS = (
         "the request shared a step with another one",
         own_bits,
         in_company,
-        law_count=100,
     ),
     Row(
         "batch_invariant, native",
@@ -422,7 +487,6 @@ ROWS = (
         own_bits,
         in_company,
         dtype=F32,
-        law_count=100,
     ),
     Row(
         "all at once",
@@ -433,7 +497,94 @@ ROWS = (
         partial(combined, least=3),
         answers=(1, 1, 2),
         beams=True,
-        law_count=100,
+        law_count=80,
+    ),
+    Row(
+        "all at once, native",
+        "The same in float32, as it is on a CPU by default: native ops, recorded steps; without "
+        "beam searches.",
+        "three or more of these happened to the request",
+        everything,
+        partial(combined, least=3),
+        dtype=F32,
+        answers=(1, 1, 2),
+        law_count=80,
+    ),
+    Row(
+        "long contexts, native",
+        "Prompts of more than 128 tokens, the keys of which native attention takes in pieces; with "
+        "hits, chunks, recorded steps, n-gram drafts or none.",
+        "the prompt was as long, and native attention was called",
+        long_contexts,
+        beyond(PART, *OF_LONG),
+        dtype=F32,
+        around=natively,
+        size="long",
+        least=PART,
+        most=6,
+        count=4,
+        law_count=0,
+    ),
+    Row(
+        "long contexts, emulated",
+        "Prompts of more than 256 tokens, the keys of which the CUDA source takes in pieces.",
+        "the prompt was as long, and the CUDA source of attention was run",
+        plainly,
+        beyond(SPLIT, *OF_LONG),
+        dtype=F32,
+        around=emulated,
+        size="long",
+        least=SPLIT,
+        most=4,
+        count=2,
+        law_count=0,
+    ),
+    Row(
+        "static policy",
+        "Batches that nobody joins before all of them have ended; with hits, chunks.",
+        "the request waited while a seat was free",
+        static,
+        kept_waiting,
+        apart=0,
+    ),
+    Row(
+        "one stream",
+        "An `Engine`, one request after another, its prompt whole or in pieces; several answers "
+        "are rows of one cache.",
+        "an engine gave more than the first token",
+        partial(one_stream, record=False),
+        streamed,
+        answers=(1, 1, 3),
+        serves=serve_one_by_one,
+    ),
+    Row(
+        "one stream, recorded",
+        "The same, its steps recorded under the rules of a CUDA graph.",
+        "recorded steps were replayed",
+        partial(one_stream, record=True),
+        replayed,
+        answers=(1, 1, 3),
+        serves=serve_one_by_one,
+    ),
+    Row(
+        "one stream, native",
+        "The same in float32, with native ops, its steps replayed by a loop in C++.",
+        "recorded steps were replayed",
+        partial(one_stream, record=True),
+        replayed,
+        dtype=F32,
+        answers=(1, 1, 3),
+        serves=serve_one_by_one,
+    ),
+    Row(
+        "one stream, drafts",
+        "`speculative.generate`, with n-grams or a draft model; recorded or not.",
+        "the request took over drafts, and others were rejected",
+        drafted_stream,
+        drafted,
+        answers=(1, 1, 2),
+        serves=serve_one_by_one,
+        law_count=160,
     ),
 )
 OF_SMOLLM2 = Row(
@@ -446,6 +597,7 @@ OF_SMOLLM2 = Row(
     answers=(1, 1, 2),
     most=8,
     count=4,
+    law_count=0,
 )
 ALL_ROWS = (*ROWS, OF_SMOLLM2)
 BY_NAME = {row.name: row for row in ALL_ROWS}

@@ -1,6 +1,6 @@
 """Runs the matrix: schedules by lot, each judged by every column that applies to its row.
 
-    python tests/matrix/run.py                    a schedule a family and row, in half a minute
+    python tests/matrix/run.py                    a schedule a family and row, in a minute
     python tests/matrix/run.py --seed 7           another one
     python tests/matrix/run.py --long 10          for ten minutes; without a number, for an hour
     python tests/matrix/run.py --only swap        one row; may be repeated
@@ -16,20 +16,21 @@ import argparse
 import random
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
 
 from matrix import judges, models
 from matrix.claims import CLAIMS, COLUMNS, SMOLLM2
-from matrix.judges import CHANCE, Tally
+from matrix.digest import OF_MATRIX, digests, whole
+from matrix.judges import Tally
+from matrix.law import CHANCE, Evidence
 from matrix.models import FAMILIES, Subject
 from matrix.rows import ALL_ROWS, BY_NAME, Row
-from matrix.traffic import by_lot
+from matrix.traffic import Served, by_lot
 from spindle import hub
 from spindle.kernels import emulate, native
 
@@ -41,31 +42,20 @@ SMOLLM2_EVERY = 20  # rounds: it is large
 Cell = tuple[str, str]  # names of row and column
 
 
-class Law(NamedTuple):
-    """Whose answers are counted together: of one row, from one distribution."""
-
-    row: str
-    subject: Subject
-    way: str
-
-
 @dataclass
 class Findings:
-    """All cells, and the answers that were counted by what they were drawn from."""
+    """All cells, and what the drawn tokens of each row say of its law."""
 
     cells: dict[Cell, Tally] = field(default_factory=lambda: defaultdict(Tally))
-    counts: dict[Law, Counter[tuple[int, ...]]] = field(
-        default_factory=lambda: defaultdict(Counter)
-    )
+    laws: dict[str, Evidence] = field(default_factory=lambda: defaultdict(Evidence))
 
-    def judge_laws(self) -> None:
-        """Whether what was counted can come of the law, over all schedules together."""
-        for law, observed in self.counts.items():
-            tally = self.cells[law.row, "law"]
-            p = judges.chance(observed, judges.law(law.subject, law.way))
-            tally.where = "over all schedules"
-            tally.p = p if tally.p is None else min(p, tally.p)
-            tally.expect(p > CHANCE, f"{law.way}: chance would do this with p = {p:.1e}")
+    def judge_laws(self, seed: int) -> None:
+        """Whether what was drawn can come of the law, over all schedules together."""
+        for row, evidence in self.laws.items():
+            tally = self.cells[row, "law"]
+            tally.where = f"schedules from seed {seed}"
+            for what, p in evidence.chances().items():
+                tally.expect(p > CHANCE, f"{what}: chance would do this with p <= {p:.1e}")
 
     def due(self, names: Sequence[str], rounds: int, has_time: bool) -> list[str]:
         """The rows of a round; without time, those that have not seen their feature."""
@@ -92,12 +82,12 @@ class Findings:
 JUDGES = {
     "transformers": judges.against_transformers,
     "plain path": judges.against_plain,
-    "alone": judges.against_solo,
+    "drawn": judges.against_definitions,
 }
 
 
 def run_row(name: str, seed: int, found: Findings) -> None:
-    """One schedule of a row, judged by its columns, and one whose answers are counted."""
+    """A schedule of a row, judged by its columns, and one that is drawn for the law alone."""
     rng, row = random.Random(f"{name} {seed}"), BY_NAME[name]
     if name == SMOLLM2:
         judge_answers(row, rng, models.smollm2(), found, f"seed {seed}")
@@ -105,38 +95,52 @@ def run_row(name: str, seed: int, found: Findings) -> None:
     family = FAMILIES[seed % len(FAMILIES)]
     number, kind = seed // len(FAMILIES) % WEIGHTS, (row.dtype, row.int8)
     where = f"seed {seed}, {family}"
-    judge_answers(row, rng, models.subject(family, "large", number, *kind), found, where)
-    if CLAIMS[name, "law"].is_tested:
-        count_answers(row, rng, models.subject(family, "small", number % 2, *kind), found, where)
+    judge_answers(row, rng, models.subject(family, row.size, number, *kind), found, where)
+    if row.law_count and CLAIMS[name, "law"].is_tested:
+        subject = models.subject(family, "flat", number, *kind)
+        asked = judges.many(rng, subject, row.law_count, row.answers)
+        served = row.serve(rng, subject, asked)
+        if not judges.has_draft_model(served):
+            judge_column(row, "drawn", subject, served, found, where)
+        weigh(row, rng, subject, served, found, where)
 
 
 def judge_answers(
     row: Row, rng: random.Random, subject: Subject, found: Findings, where: str
 ) -> None:
     """Greedy answers, beams and drawn answers, from one engine."""
-    asked = by_lot(rng, subject, row.count, row.most, row.answers, row.beams, row.apart)
+    asked = by_lot(rng, subject, row.count, row.most, row.answers, row.beams, row.apart, row.least)
     served = row.serve(rng, subject, asked)
-    touched = row.touched(served)
-    for column, judge in JUDGES.items():
-        if CLAIMS[row.name, column].is_tested:
-            tally = found.cells[row.name, column]
-            tally.schedules, tally.where = tally.schedules + 1, where
-            judge(subject, served, touched, tally)
+    for column in JUDGES:
+        judge_column(row, column, subject, served, found, where)
+    if CLAIMS[row.name, "law"].is_tested:
+        weigh(row, rng, subject, served, found, where)
 
 
-def count_answers(
-    row: Row, rng: random.Random, subject: Subject, found: Findings, where: str
+def judge_column(
+    row: Row, column: str, subject: Subject, served: Served, found: Findings, where: str
 ) -> None:
-    """Many short answers to one prompt; whether they follow the law is judged at the end."""
-    way = rng.choice(list(judges.WAYS))
-    asked = judges.counted(rng, way, row.law_count, row.answers)
-    served = row.serve(rng, subject, asked)
-    answers = [tuple(one.token_ids) for output in served.outputs for one in output.outputs]
-    found.counts[Law(row.name, subject, way)].update(answers)
+    """What a column says of a schedule, if it applies to the row."""
+    if CLAIMS[row.name, column].is_tested:
+        tally = found.cells[row.name, column]
+        tally.schedules, tally.where = tally.schedules + 1, where
+        JUDGES[column](subject, served, row.touched(served), tally)
+
+
+def weigh(
+    row: Row, rng: random.Random, subject: Subject, served: Served, found: Findings, where: str
+) -> None:
+    """Add the drawn tokens of a schedule to what is known of the row's law."""
+    requests = [n for n, one in enumerate(served.asked) if one.is_drawn]
+    if not requests:
+        return
+    drawn = judges.drawn_by(subject, served)
     tally = found.cells[row.name, "law"]
     tally.schedules, tally.where = tally.schedules + 1, where
-    tally.touched += len(row.touched(served))
-    tally.tokens += sum(map(len, answers))
+    tally.touched += len(row.touched(served) & set(requests))
+    tally.tokens += len(drawn.draws)
+    for words in found.laws[row.name].weigh(drawn, rng):
+        tally.expect(False, f"a token that cannot be drawn: {words}")
 
 
 def run(names: Sequence[str], seed: int, minutes: float = 0.0) -> Findings:
@@ -158,7 +162,7 @@ def run(names: Sequence[str], seed: int, minutes: float = 0.0) -> Findings:
                     raise
                 bar.update()
             has_time = n - seed < ROUNDS - 1 or time.monotonic() - begun < 60 * minutes
-    found.judge_laws()
+    found.judge_laws(seed)
     return found
 
 
@@ -202,7 +206,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         names.remove(name)
     if args.write and len(names) < len(ALL_ROWS):
         parser.error("--write needs all rows")
-    print(f"seed {args.seed}", flush=True)
+    code = digests(OF_MATRIX, "tests/matrix")
+    print(f"seed {args.seed}, code {whole(code)}", flush=True)
     begun = time.monotonic()
     try:
         found = run(names, args.seed, args.long)
@@ -219,6 +224,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.write and not wrong:
         from matrix import page
 
-        page.record(found, args.seed, seconds)
+        page.record(found, args.seed, seconds, code)
         page.write()
     return int(bool(wrong))

@@ -49,7 +49,7 @@ class Served:
     asked: Sequence[Asked]
     outputs: Sequence[RequestOutput]
     plans: Sequence[Plan]
-    stats: dict[str, int]
+    stats: dict[str, Any]
     calls: Sequence[str] = ()  # kernels that were called, by name
     options: dict[str, Any] = field(default_factory=dict)  # of the engine
 
@@ -67,16 +67,17 @@ def by_lot(
     answers: Sequence[int] = (1,),
     beams: bool = False,
     apart: int = 3,
+    least: int = 0,
 ) -> list[Asked]:
     """Greedy and drawn requests in turn, with `most` tokens at most.
 
     answers: one of these numbers of them each. beams: two of the greedy ones are beam searches, one
-    of which goes on after an EOS. apart: steps between those that come, at most. In float32 what is
-    drawn is drawn with a temperature alone.
+    of which goes on after an EOS. apart: steps between those that come, at most. least: ids that
+    all prompts have in common, before those that some have.
     """
-    stem, asked = _ids(rng, subject, 10), list[Asked]()
+    head, stem, asked = _ids(rng, subject, least), _ids(rng, subject, 10), list[Asked]()
     for n in range(count):
-        at, prompt = n // 2 * rng.randint(0, apart), tuple(_prompt(rng, subject, stem))
+        at, prompt = n // 2 * rng.randint(0, apart), tuple(head + _prompt(rng, subject, stem))
         if beams and n in (0, 4):
             width = rng.randint(1 if n == 0 else 2, 4)
             params = SamplingParams(
@@ -84,7 +85,7 @@ def by_lot(
             )
             asked.append(Asked(at, prompt, params, width, rng.choice([0.5, 1])))
         else:
-            params = _drawn(rng, most, subject.is_exact) if n % 2 else _greedy(rng, subject, most)
+            params = (_drawn if n % 2 else _greedy)(rng, subject, most)
             asked.append(Asked(at, prompt, _several(params, rng.choice(answers))))
     return asked
 
@@ -120,26 +121,21 @@ def _greedy(rng: random.Random, subject: Subject, most: int) -> SamplingParams:
     )
 
 
-def _drawn(rng: random.Random, most: int, filters: bool) -> SamplingParams:
-    params = SamplingParams(
+def _drawn(rng: random.Random, subject: Subject, most: int) -> SamplingParams:
+    stops = rng.sample(range(subject.vocab_size), 2)
+    return SamplingParams(
         temperature=rng.choice([0.3, 0.8, 1.2]),
         max_tokens=rng.randint(4, most),
         ignore_eos=rng.random() < 0.7,
+        stop_token_ids=rng.choice([None, None, stops]),
         seed=rng.getrandbits(62),
-    )
-    return (
-        params
-        if not filters
-        else replace(
-            params,
-            top_p=rng.choice([1, 0.9]),
-            top_k=rng.choice([0, 0, 7]),
-            min_p=rng.choice([0, 0, 0.02]),
-            min_tokens=rng.choice([0, 0, 3]),
-            repetition_penalty=rng.choice([1, 1, 1.3]),
-            frequency_penalty=rng.choice([0, 0, 0.4]),
-            presence_penalty=rng.choice([0, 0, 0.4]),
-        )
+        top_p=rng.choice([1, 0.9]),
+        top_k=rng.choice([0, 0, 7]),
+        min_p=rng.choice([0, 0, 0.02]),
+        min_tokens=rng.choice([0, 0, 3]),
+        repetition_penalty=rng.choice([1, 1, 1.3]),
+        frequency_penalty=rng.choice([0, 0, 0.4]),
+        presence_penalty=rng.choice([0, 0, 0.4]),
     )
 
 

@@ -59,6 +59,7 @@ FAULTS = [
         why="Python salts its own hash of bytes at every start, and a known salt can be attacked.",
         tests=("test_blocks.py::test_hashes_are_the_same_in_every_process",),
         report="https://github.com/vllm-project/vllm/pull/15297",
+        kin="the same hash was one that an attacker can foresee",
         chapter="08",
     ),
     Fault(
@@ -100,6 +101,7 @@ FAULTS = [
         "it, the block is free twice, and two tables get it.",
         tests=("test_blocks.py::test_misuse_is_an_error_by_name_and_changes_nothing",),
         report="https://github.com/sgl-project/sglang-jax/pull/982",
+        kin="one plain request was given back in two places",
         chapter="07",
         breaks="def careless(",
     ),
@@ -124,6 +126,7 @@ FAULTS = [
         why="What is remembered has no owner who lets go of it.",
         tests=("test_blocks.py::test_500_prefixes_stay_in_the_pool_and_the_oldest_go_first",),
         report="https://github.com/OpenNMT/CTranslate2/issues/1450",
+        kin="there was no such button",
     ),
     Fault(
         name="nothing-times-nan",
@@ -182,7 +185,7 @@ FAULTS = [
         "one by one has no later key to look at.",
         tests=("test_kernels.py::test_attend_is_causal_attention_by_hand",),
         chapter="04",
-        breaks="start + 1, scale",
+        breaks="start = start + 1",
     ),
     Fault(
         name="progress-as-a-side-effect",

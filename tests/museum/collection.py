@@ -3,12 +3,14 @@
 from museum import (
     cache,
     detokenize,
+    devices,
     graphs,
     inputs,
     kernels,
     loading,
     sampling,
     scheduler,
+    server,
     speculation,
     stats,
 )
@@ -25,5 +27,7 @@ KINDS: dict[str, list[Fault]] = {
     "Kernels": kernels.FAULTS,
     "The clock": stats.FAULTS,
     "At the door": inputs.FAULTS,
+    "On the line": server.FAULTS,
+    "Several devices": devices.FAULTS,
 }
 FAULTS = [fault for faults in KINDS.values() for fault in faults]

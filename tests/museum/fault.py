@@ -25,7 +25,8 @@ class Fault:
     seen: str  # what a user saw
     why: str
     tests: tuple[str, ...]  # "test_blocks.py::test_...", below tests/
-    report: str = ""  # the public report; "": met in making the book
+    report: str = ""  # the public report; "": made up for the book, or met in making it
+    kin: str = ""  # what the report is of, where it is another fault of the same kind
     chapter: str = ""  # the chapter that it belongs to
     breaks: str = ""  # code of that chapter's "Break it" which plants the same fault
     inside: str = ""

@@ -113,6 +113,7 @@ FAULTS = [
         "somebody's.",
         tests=("test_graphs.py::test_padding_rows_touch_the_scratch_block_alone",),
         report="https://github.com/xLLM-AI/xllm/pull/1939",
+        kin="the rows of nobody had no places of their own to read and write",
         chapter="14",
     ),
 ]

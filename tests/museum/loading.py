@@ -6,13 +6,14 @@ FAULTS = [
     Fault(
         name="a-square-on-its-side",
         file="model/gpt2.py",
-        before='out=conv1d("attn.c_proj", E, E),',
-        after='out=source.linear({f"{at}attn.c_proj": E}, E, biased=True),',
+        before='out=conv1d("attn.c_proj", heads, E),',
+        after='out=source.linear({f"{at}attn.c_proj": E}, heads, biased=True),',
         seen="Half a sentence in good order, and then rubbish. No error of shapes anywhere.",
         why="GPT-2 stores its matrices the other way round. The loader turns three of each "
         "layer's four; the fourth is square, and a square has no wrong shape.",
         tests=("test_models.py::test_logits_and_greedy_tokens_are_those_of_transformers",),
         report="https://github.com/ml-explore/mlx-examples/pull/798",
+        kin="a port of GPT-2 turns them, and had to explain why",
         chapter="01",
         breaks="layer.out.plain.t().clone()",
     ),
@@ -154,16 +155,19 @@ FAULTS = [
         "differ: one of the two was trained on.",
         tests=("test_models.py::test_a_checkpoint_may_be_written_in_other_ways",),
         report="https://github.com/vllm-project/vllm/pull/6758",
+        kin="a tied model that brings a head of its own did not load at all",
     ),
     Fault(
         name="past-the-last-position",
         file="decode/engine.py",
         before="limit = room if params.max_tokens is None else min(room, params.max_tokens)",
         after="limit = room if params.max_tokens is None else params.max_tokens",
-        seen="An answer that becomes too long ends in an assert on the GPU, and so does the "
-        "server.",
-        why="GPT-2 has a table of positions with an end. Nobody looks where it is.",
+        seen="An answer that becomes too long ends in an error, and what there was of it is lost.",
+        why="GPT-2 has a table of positions with an end. Who counts the tokens to come looks "
+        "elsewhere. Here the cache still knows, which has as many slots; without that, the table "
+        "is read beyond its end.",
         tests=("test_engine.py::test_a_prompt_of_30_in_32_positions_gets_2_of_10",),
         report="https://github.com/meta-pytorch/gpt-fast/issues/53",
+        kin="it was an assert on the GPU, and the end of the server",
     ),
 ]

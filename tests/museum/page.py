@@ -13,13 +13,14 @@ PAGE = ROOT / "book" / "museum.md"
 OPENING = """\
 # The fault museum
 
-Every fault on this page was met in a real engine, or in making this book, and many of them go on
+Most faults on this page were reported of a real engine, or are kin to one that was, and then the
+page says which. The others belong to a chapter, or were met in making it. Many of them go on
 writing good English. Each is planted in a copy of the package as a change of **one line**, and the
 tests that are to notice are run on the copy. A fault that survives shows where a test is missing.
 
 **{score}**, on {date}. `make museum` does it again, in {minutes} minutes of one core;
 `.venv/bin/python tests/museum/run.py --only NAME` does it to one fault, and `make test` takes a
-handful of them each time.
+handful of them each time. <!-- since -->
 
 Read a room as you would a crime novel: what a user saw, then the line, and guess what goes wrong
 before you read why. The minus is our line, the plus is the fault.
@@ -112,7 +113,8 @@ def source_of(fault: Fault) -> str:
     sentences = []
     if fault.report:
         _, _, _, owner, project, _, number = fault.report.split("/")
-        sentences.append(f"Met in [{owner}/{project} #{number}]({fault.report}).")
+        link = f"[{owner}/{project} #{number}]({fault.report})"
+        sentences.append(f"Kin to {link}: there {fault.kin}." if fault.kin else f"Met in {link}.")
     if fault.chapter:
         (notebook,) = ROOT.glob(f"notebooks/{fault.chapter}_*.ipynb")
         link = f"[chapter {fault.chapter}](../notebooks/{notebook.name})"

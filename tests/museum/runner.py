@@ -31,11 +31,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import psutil
+from matrix.digest import ALL, digests
 from tqdm import tqdm
 
 from museum.collection import FAULTS
 from museum.fault import ROOT, Fault
 
+TESTS = ("tests", "tests/museum")
 RECORD = Path(__file__).parent / "last_run.json"
 CPU_LIMIT_S = 180  # tests that compute for longer hang
 WALL_LIMIT_S = 1800  # tests that wait for longer say nothing: the machine may be busy
@@ -192,8 +194,10 @@ def run(faults: Sequence[Fault]) -> dict[str, Outcome]:
     return outcomes
 
 
-def keep(outcomes: dict[str, Outcome], cpu_minutes: float | None) -> None:
-    """Write what was found into the record; cpu_minutes: what a whole run took, else None."""
+def keep(
+    outcomes: dict[str, Outcome], code: dict[str, str], cpu_minutes: float | None = None
+) -> None:
+    """Write what was found into the record; code, cpu_minutes: of a whole run, else not kept."""
     whole = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {"faults": {}}
     of = {fault.name: fault.digest for fault in FAULTS}
     found = {
@@ -204,7 +208,7 @@ def keep(outcomes: dict[str, Outcome], cpu_minutes: float | None) -> None:
     whole["faults"] = {name: faults[name] for name in of if name in faults}
     whole["date"] = date.today().isoformat()
     if cpu_minutes is not None:
-        whole["cpu_minutes"] = round(cpu_minutes, 1)
+        whole["cpu_minutes"], whole["code"] = round(cpu_minutes, 1), code
     RECORD.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
 
@@ -230,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     faults = [fault for fault in FAULTS if not args.only or fault.name in args.only]
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # which ends the tests, too
     print(f"{len(faults)} faults; no seed: tests are derandomised", flush=True)
-    begun, cpu = time.monotonic(), cpu_minutes_of_children()
+    begun, cpu, code = time.monotonic(), cpu_minutes_of_children(), digests(ALL, *TESTS)
     try:
         if wrong := check_without_a_fault(faults):
             print(wrong)
@@ -242,6 +246,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     cpu = cpu_minutes_of_children() - cpu
     seconds = time.monotonic() - begun
     print(f"{score(outcomes.values())}, {seconds:.0f} s, {cpu:.1f} minutes of a core", flush=True)
-    keep(outcomes, None if args.only else cpu)
+    keep(outcomes, code, None if args.only else cpu)
     page.write()
     return int(not all(one.is_caught for one in outcomes.values()))

@@ -72,6 +72,7 @@ FAULTS = [
         why="The likeliest token holds more than that alone, so all of them are cut off.",
         tests=("test_sampling.py::test_a_tiny_top_p_is_greedy_and_its_neighbour_unaffected",),
         report="https://github.com/huggingface/transformers/pull/19839",
+        kin="what came was NaN",
     ),
     Fault(
         name="the-prompt-counts-as-an-answer",
@@ -129,6 +130,7 @@ FAULTS = [
         "the mass.",
         tests=("test_logprobs.py::test_the_record_is_the_raw_log_softmax_with_the_token_once",),
         report="https://github.com/sgl-project/sglang/issues/5761",
+        kin="they were taken after top-p had cut the others off",
         chapter="03",
     ),
     Fault(
@@ -166,12 +168,14 @@ FAULTS = [
     Fault(
         name="seed-zero",
         file="decode/params.py",
-        before="return self if self.seed is not None else replace(",
-        after="return self if self.seed else replace(",
+        before="if self.seed is not None:",
+        after="if self.seed:",
         seen="Every seed gives the same text twice, except 0.",
         why="0 is false, and what is false looks like a seed that was not given.",
         tests=("test_sampling.py::test_seed_zero_is_a_seed",),
+        inside="SamplingParams.seeded",
         report="https://github.com/vllm-project/vllm-omni/pull/6598",
+        kin="a seed out of range ended the loop that serves all",
         chapter="03",
     ),
     Fault(

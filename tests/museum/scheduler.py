@@ -39,6 +39,7 @@ FAULTS = [
         why="A preempted sequence goes to the back of the queue, where new ones are added.",
         tests=("test_scheduler.py::test_the_youngest_is_preempted_and_comes_back_before_new_ones",),
         report="https://github.com/vllm-project/vllm/pull/33522",
+        kin="requests that had been skipped came back in the wrong order",
         chapter="11",
     ),
     Fault(
@@ -87,6 +88,7 @@ FAULTS = [
         why="A sequence ends and its table is forgotten, not given back.",
         tests=("test_scheduler.py::test_aborts_at_any_moment_leak_nothing_and_hurt_nobody",),
         report="https://github.com/sgl-project/sglang/issues/11970",
+        kin="it was requests that had been sent back to the queue that kept their memory",
         chapter="09",
         breaks="def no_release(",
         inside="Scheduler.finish",
@@ -125,6 +127,7 @@ FAULTS = [
         "sampled and kept, as if its text ended there.",
         tests=("test_llm.py::test_together_is_alone",),
         report="https://github.com/tenstorrent/tt-xla/issues/5830",
+        kin="rows with nothing to do in a step were given a token",
         chapter="10",
     ),
     Fault(
@@ -160,6 +163,7 @@ FAULTS = [
         why="Nobody expects that the very first token ends an answer.",
         tests=("test_llm.py::test_an_end_as_the_first_token",),
         report="https://github.com/vllm-project/vllm/issues/52693",
+        kin="the engine died of a first token that ends the answer",
         inside="LLM._read",
     ),
     Fault(
