@@ -75,7 +75,7 @@ def problems(path: Path, nb: dict[str, Any]) -> list[str]:
         where = f"cell {number}"
         if cell["cell_type"] == "code":
             where = f"cell {number} [{cell.get('execution_count')}]"
-            said = _code(cell) + _outputs(cell)
+            said = _code(cell) + _told(cell) + _outputs(cell)
         else:
             said = _matches(MARKDOWN, cell["source"]) + _dead_links(
                 path.parent, cell["source"]
@@ -105,6 +105,17 @@ def _code(cell: Cell) -> list[str]:
     if not cell["source"].strip():
         said.append("an empty code cell")
     return said + _matches(CODE, cell["source"])
+
+
+def _told(cell: Cell) -> list[str]:
+    """JupyterLab shows the first line of a folded output."""
+    tags = cell["metadata"].get("tags", [])
+    texts = ["".join(o.get("text", "")) for o in cell["outputs"][:1]]
+    first = "".join(texts).strip().split("\n")[0]
+    told = "hide-output" in tags and re.search(r"\bfact\b", first)
+    return (
+        [f"a fold whose first line tells the fact: {first!r}"] if told else []
+    )
 
 
 def _outputs(cell: Cell) -> list[str]:

@@ -122,14 +122,18 @@ def expect(*kinds: type[BaseException]) -> Iterator[None]:
 
 
 def reveal(guess: object, fact: object, unit: str = "") -> None:
-    """Print guess and fact in one line, and their ratio where both are numbers."""
+    """Print the guess, then the fact on a line of its own; with their ratio, if both are numbers.
+
+    JupyterLab shows the first line of a folded output: that must not be the fact.
+    """
     if guess is None or guess is ...:
         print("no guess yet: write one in the cell above, run it, then this cell again")
         return
-    words = [f"guess {_said(guess, unit)}", f"fact {_said(fact, unit)}"]
+    print(f"guess {_said(guess, unit)}")
+    ratio = ""
     if _is_number(guess) and _is_number(fact) and fact:
-        words.append(f"guess / fact {float(guess) / float(fact):.2g}")  # type: ignore[arg-type]
-    print(" | ".join(words))
+        ratio = f" | guess / fact {float(guess) / float(fact):.2g}"  # type: ignore[arg-type]
+    print(f"fact {_said(fact, unit)}{ratio}")
 
 
 def _is_number(value: object) -> bool:
@@ -182,7 +186,7 @@ def on_ranks(count: int, work: Callable[..., Any], *helpers: Callable[..., Any])
 
     A process gets the source of these functions and nothing else, so they import what they need;
     what is returned has to be JSON's. `join(name)` is `parallel.init()` for one meeting of all of
-    them. RuntimeError, with what it has written: a process failed.
+    them. RuntimeError, with what they have written: some of them failed.
     """
     text = "\n\n".join(dedent(inspect.getsource(one)) for one in (*helpers, work))
     env = os.environ | {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": str(count)}
@@ -197,9 +201,10 @@ def on_ranks(count: int, work: Callable[..., Any], *helpers: Callable[..., Any])
         finally:
             for rank in ranks:
                 rank.kill()
-        for rank, words in zip(ranks, said, strict=True):
-            if rank.returncode:
-                raise RuntimeError(f"a rank ended with status {rank.returncode}:\n{words}")
+        failed = [words for rank, words in zip(ranks, said, strict=True) if rank.returncode]
+        if failed:  # often those who waited for the one whose fault it is, too
+            words = "\n".join(failed)
+            raise RuntimeError(f"{len(failed)} of {count} ranks failed:\n{words}")
         return [json.loads(Path(folder, f"{n}.json").read_text()) for n in range(count)]
 
 

@@ -572,8 +572,10 @@ def test_two_engines_of_a_cluster_give_what_one_gives(source, tmp_path, out):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     for _ in range(2):
         run = subprocess.run(program, capture_output=True, text=True, timeout=240, env=environment)
-        if "Ray did not start" not in run.stderr:  # as on a machine that is very busy
+        if "Ray did not start" not in run.stderr:
             break
+    else:
+        pytest.skip("Ray did not start, which happens where the machine is very busy")
     bad, unused, summary = run.stderr.splitlines()
     assert (run.returncode, run.stdout) == (2, "")
     assert bad.startswith(f"{source}: line 21: not JSON") and unused.endswith(" user")

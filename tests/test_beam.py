@@ -224,7 +224,8 @@ def test_beams_share_their_prompt():
     run = llm._runner.run
 
     def look(plan):
-        seen.append((llm.stats["blocks_named"], llm.stats["blocks_held"]))
+        named = sum(len(one.table.blocks) for one in llm.scheduler.running)
+        seen.append((named, llm.scheduler.pool.num_blocks - llm.scheduler.pool.free))
         return run(plan)
 
     llm._runner.run = look

@@ -9,7 +9,7 @@ import torch
 
 from spindle import errors, lesson
 from spindle.kernels.program import Span, place
-from spindle.lesson import CAST, check, expect, reveal, smallest_lead, source
+from spindle.lesson import CAST, check, expect, on_ranks, reveal, smallest_lead, source
 
 ROOT = Path(lesson.__file__).parent.parent
 
@@ -143,16 +143,16 @@ def test_expect_fails_if_nothing_or_something_else_comes():
 @pytest.mark.parametrize(
     ("guess", "fact", "unit", "line"),
     [
-        (1_200, 3_040, "rows", "guess 1,200 rows | fact 3,040 rows | guess / fact 0.39"),
-        (0.5, 0.25, "", "guess 0.5 | fact 0.25 | guess / fact 2"),
-        ("r2", "r5", "", "guess r2 | fact r5"),
-        (3, 0, "copies", "guess 3 copies | fact 0 copies"),
-        (True, False, "", "guess True | fact False"),
+        (1_200, 3_040, "rows", "guess 1,200 rows\nfact 3,040 rows | guess / fact 0.39"),
+        (0.5, 0.25, "", "guess 0.5\nfact 0.25 | guess / fact 2"),
+        ("r2", "r5", "", "guess r2\nfact r5"),
+        (3, 0, "copies", "guess 3 copies\nfact 0 copies"),
+        (True, False, "", "guess True\nfact False"),
         (..., 3, "", "no guess yet: write one in the cell above, run it, then this cell again"),
         (None, 3, "", "no guess yet: write one in the cell above, run it, then this cell again"),
     ],
 )
-def test_reveal_says_guess_fact_and_ratio_in_one_line(guess, fact, unit, line, capsys):
+def test_reveal_says_the_guess_then_the_fact_on_a_line_of_its_own(guess, fact, unit, line, capsys):
     reveal(guess, fact, unit)
     assert capsys.readouterr().out == line + "\n"
 
@@ -801,3 +801,101 @@ def test_the_exercises_of_18_refuse_rows_for_places_and_seats_for_rows(capsys):
     for wrong in wrongs:
         said = verdict(check.most_seats, wrong, capsys)
         assert said.startswith("not yet: most_seats("), said
+
+
+def test_the_exercises_of_B_refuse_a_forgotten_part_and_a_sum_of_one_hop(capsys):
+    def likeliest(rank_of, at=lambda rank, ids, part: rank * part + ids[rank]):
+        return lambda best, ids, part: at(rank_of(best), ids, part)
+
+    def first(best):
+        return best.index(max(best))
+
+    right = likeliest(first)
+    assert verdict(check.likeliest_of_parts, right, capsys).startswith("yes: ")
+    wrongs = (
+        likeliest(first, lambda rank, ids, part: ids[rank]),  # its place in the part
+        likeliest(first, lambda rank, ids, part: rank * part),
+        likeliest(lambda best: max(range(len(best)), key=lambda n: (best[n], n))),  # last of equals
+        likeliest(lambda best: best.index(max(best, key=abs))),
+        lambda best, ids, part: min(
+            n * part + ids[n] for n in range(len(best)) if ids[n] == max(ids)
+        ),
+    )
+    for wrong in wrongs:
+        said = verdict(check.likeliest_of_parts, wrong, capsys)
+        assert said.startswith("not yet: likeliest_of_parts("), said
+
+    def hop(hops, gain=lambda n: (n - 1) / n):
+        return lambda pass_us, layers, ranks: pass_us * gain(ranks) / hops(layers, ranks)
+
+    right = hop(lambda layers, n: (2 * layers + 2) * 2 * (n - 1))
+    assert verdict(check.longest_hop_us, right, capsys).startswith("yes: ")
+    wrongs = (
+        hop(lambda layers, n: 2 * layers),  # a sum is one message
+        hop(lambda layers, n: 2 * layers * 2 * (n - 1)),  # the layers alone
+        hop(lambda layers, n: (2 * layers + 1) * 2 * (n - 1)),  # the sums alone
+        hop(lambda layers, n: (2 * layers + 2) * (n - 1)),  # half a ring
+        hop(lambda layers, n: (2 * layers + 2) * 2 * n),
+        hop(lambda layers, n: (2 * layers + 2) * 2 * (n - 1), lambda n: 1),  # all of the pass
+        hop(lambda layers, n: (2 * layers + 2) * 2 * (n - 1), lambda n: 1 / n),  # what is left
+    )
+    for wrong in wrongs:
+        said = verdict(check.longest_hop_us, wrong, capsys)
+        assert said.startswith("not yet: longest_hop_us("), said
+
+
+# --- several processes ---------------------------------------------------------------------------
+
+
+def ten():
+    return 10
+
+
+def two_meetings(join):
+    found = []
+    for name in ("one", "other"):
+        with join(name) as ranks:
+            found += [ranks.rank, ranks.count, ranks.here, ranks.number(ranks.rank + ten())]
+    return found
+
+
+def fails(join):
+    with join("one") as ranks:
+        assert ranks.rank == 0, "only I am fit for this"
+        ranks.least(1)
+
+
+def test_a_function_runs_in_each_rank_and_ranks_may_meet_again():
+    assert on_ranks(2, two_meetings, ten) == [[rank, 2, 2, 10] * 2 for rank in range(2)]
+
+
+def test_a_rank_that_fails_is_quoted():
+    with pytest.raises(RuntimeError, match=r"of 2 ranks failed:[\s\S]*only I am fit for this"):
+        on_ranks(2, fails)
+
+
+def test_the_exercises_of_a_refuse_one_seat_for_all_and_edges_for_percentiles(capsys):
+    wrongs = (
+        lambda seats, tokens, patience: patience // tokens,  # one seat
+        lambda seats, tokens, patience: patience * seats,  # answers of one token
+        lambda seats, tokens, patience: patience * seats / tokens,
+        lambda seats, tokens, patience: -(-patience * seats // tokens),  # one too many
+        lambda seats, tokens, patience: seats + patience * seats // tokens,  # who sits waits not
+    )
+    for wrong in wrongs:
+        said = verdict(check.queue_limit, wrong, capsys)
+        assert said.startswith("not yet: queue_limit("), said
+
+    def bin_of(counts, p):
+        rank = sum(counts) * p / 100
+        return next(n for n in range(len(counts)) if sum(counts[: n + 1]) >= rank)
+
+    wrongs = (
+        lambda edges, counts, p: edges[bin_of(counts, p) + 1],  # the upper edge
+        lambda edges, counts, p: edges[bin_of(counts, p)],  # the lower one
+        lambda edges, counts, p: sum(edges[bin_of(counts, p) :][:2]) / 2,  # the middle
+        lambda edges, counts, p: edges[-1] * p / 100,
+    )
+    for wrong in wrongs:
+        said = verdict(check.binned_percentile, wrong, capsys)
+        assert said.startswith("not yet: binned_percentile("), said

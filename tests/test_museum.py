@@ -75,7 +75,7 @@ def functions_of(file: str) -> set[str]:
 
 
 def test_a_line_that_is_gone_or_stands_twice_is_said(tmp_path):
-    fault = by_name("seed-zero")
+    fault = by_name("eight-bits-of-chance")
     (tmp_path / "decode").mkdir()
     for times in (0, 2):
         (tmp_path / fault.file).write_text(fault.before * times)

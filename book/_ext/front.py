@@ -71,7 +71,7 @@ def told(path: Path) -> tuple[dict[str, str], str, int]:
     printed = "".join(
         "".join(output.get("text", [])) for cell in cells for output in cell.get("outputs", [])
     )
-    facts = re.search(r"\| fact ([AB])\n.*\| fact (\d+) layers", printed)
+    facts = re.search(r"^fact ([AB])\n.*\nfact (\d+) layers", printed, re.MULTILINE)
     assert facts is not None, f"{path.name} prints which answer is broken, and the blind layers"
     plain = {name: re.sub(r"^> ?\\?", "", text, flags=re.M).strip() for name, text in answers}
     return plain, facts[1], int(facts[2])
