@@ -180,10 +180,13 @@ def _bounds(ax: Axes, machine: Machine, max_rows: int, unit: str) -> None:
     _note(ax, note, 1, above, COLOURS["memory"], (0, 0), va="center")
     _note(ax, f"arithmetic: {_short(top)} tokens a {unit}", 1, top, COLOURS["compute"], (0, 6))
     ax.axvline(knee, color=COLOURS["faint"], lw=1, zorder=0)
-    _note(ax, f"knee: {knee:.3g} rows", knee, top, COLOURS["ink"], (6, -6), va="top")
+    foot = ax.get_xaxis_transform()  # no dot is as low as that: it begins at half of the slowest
+    ax.annotate(
+        f"knee: {knee:.3g} rows", (knee, 0.06), (6, 0), foot, "offset points", color=COLOURS["ink"]
+    )
     ax.text(
         1, 0, machine.name, transform=ax.transAxes, ha="right", va="bottom", fontsize=9,
-        color=COLOURS["recorded"],
+        color=COLOURS["recorded"], backgroundcolor="white",
     )  # fmt: skip
 
 
