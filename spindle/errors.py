@@ -17,6 +17,8 @@ before anything has changed. Asserts are for what cannot happen; these are for w
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class SpindleError(Exception):
     """The root of every error that spindle raises on purpose.
@@ -31,6 +33,14 @@ class SpindleError(Exception):
         ...     print(f"{type(error).__name__}: {error}")
         RequestError: the prompt has no tokens; expected at least one
     """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Through a pipe as it was: a child's own arguments are not those of an exception."""
+        return _made_again, (type(self), self.args), vars(self)
+
+
+def _made_again(kind: type[SpindleError], args: tuple[Any, ...]) -> SpindleError:
+    return kind.__new__(kind, *args)
 
 
 class ModelNotFound(SpindleError):
@@ -64,9 +74,6 @@ class OutOfBlocks(SpindleError):
         words = "block" if needed == 1 else "blocks"
         super().__init__(f"{needed} {words} needed, {free} of {total} free; nothing was taken")
         self.needed, self.free, self.total = needed, free, total
-
-    def __reduce__(self) -> tuple[type[OutOfBlocks], tuple[int, int, int]]:
-        return type(self), (self.needed, self.free, self.total)
 
 
 class BlockError(SpindleError):

@@ -268,6 +268,10 @@ def _join(url: str, wait: timedelta) -> tuple[dist.Store, int, int]:
             group = dist.PrefixStore("spindle/group", store)
             options = {"store": group, "rank": rank, "world_size": count, "timeout": wait}
             dist.init_process_group(backend, **options)
+            # Nobody goes on, and perhaps ends, while others are still on their way to it.
+            here = dist.PrefixStore("spindle/here", store)
+            here.set(str(rank), "")
+            here.wait([str(n) for n in range(count)], wait)
     except ValueError as cause:
         raise RequestError(
             f"init: {brief(cause)}; expected what torchrun gives a process"

@@ -231,11 +231,11 @@ def test_the_end_of_rank_0_is_the_end_of_all(two):
 
 
 def test_the_death_of_a_rank_ends_the_others_in_seconds(ranks):
-    for found in ranks[:-1]:
+    gone = f"SpindleError: one of the {len(ranks)} ranks has gone, or answers no more ("
+    for number, found in enumerate(ranks[:-1]):
         assert found["killed"]["seconds"] < 10
-        assert found["killed"]["said"].startswith(
-            f"SpindleError: one of the {len(ranks)} ranks has gone, or answers no more ("
-        )
+        said = found["killed"]["said"]  # or, where rank 0 knew it first and has ended: its status
+        assert said.startswith(gone) or (number > 0 and said == "SystemExit: 0")
 
 
 def test_a_part_is_of_no_use_without_the_others(ranks):

@@ -182,7 +182,7 @@ def errors():
     """Every child of SpindleError in the package."""
     root = Path(spindle.__file__).parent
     for module in pkgutil.iter_modules([str(root)]):
-        if module.name in ("openai_form", "errors", "sandbox", "hub"):
+        if module.name in ("openai_form", "errors", "sandbox", "hub", "server"):
             importlib.import_module(f"spindle.{module.name}")
     found = [SpindleError]
     for kind in found:
@@ -194,7 +194,8 @@ def errors():
 def test_an_error_comes_through_a_pipe_as_it_was(kind):
     """As between a pool's workers and who started them."""
     own = kind.__init__ is not SpindleError.__init__
-    count = len(inspect.signature(kind.__init__).parameters) - 1 if own else 0
+    named = inspect.signature(kind.__init__).parameters.values()
+    count = sum(one.kind is one.POSITIONAL_OR_KEYWORD for one in named) - 1 if own else 0
     error = kind(*range(2, 2 + count)) if own else kind("what was wrong")
     back = pickle.loads(pickle.dumps(error))
     assert type(back) is kind and str(back) == str(error) and vars(back) == vars(error)
