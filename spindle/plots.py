@@ -185,8 +185,8 @@ def _bounds(ax: Axes, machine: Machine, max_rows: int, unit: str) -> None:
         f"knee: {knee:.3g} rows", (knee, 0.06), (6, 0), foot, "offset points", color=COLOURS["ink"]
     )
     ax.text(
-        1, 0, machine.name, transform=ax.transAxes, ha="right", va="bottom", fontsize=9,
-        color=COLOURS["recorded"], backgroundcolor="white",
+        1, 0.015, machine.name, transform=ax.transAxes, ha="right", va="bottom", fontsize=9,
+        color=COLOURS["recorded"], bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
     )  # fmt: skip
 
 
