@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from spindle.chat_template import checked_messages
 from spindle.decode.params import SamplingParams, check_prompt
-from spindle.errors import RequestError, brief, shown
+from spindle.errors import NumericsError, RequestError, brief, shown
 
 if TYPE_CHECKING:
     from spindle.decode.logprobs import Logprob, TokenLogprobs
@@ -84,9 +84,14 @@ class Asked:
     include_usage: bool  # at the end of a stream
     unused: tuple[str, ...]  # fields that were given, and have no effect
 
+    @property
+    def prompt_field(self) -> str:
+        """What the body calls its prompts."""
+        return "prompt" if self.messages is None else "messages"
+
     def prompt_ids(self, llm: LLM) -> list[list[int]]:
         """The ids of each prompt, all fit for this engine. BodyError: one of them is not."""
-        param = "prompt" if self.messages is None else "messages"
+        param = self.prompt_field
         try:
             if self.messages is not None:
                 text = _tokenizer(llm).render_chat(self.messages)
@@ -153,6 +158,14 @@ def chat_request(body: Body) -> Asked:
 
 
 # How answers are written.
+
+
+def check_numbers(outputs: Sequence[RequestOutput]) -> None:
+    """NumericsError: a model could not go on with one of them."""
+    if any(one.finish_reason == "error" for output in outputs for one in output.outputs):
+        why = "logits that are no distribution (NaN, +inf, or nothing that min_tokens allows)"
+        right = "the weights or the dtype are at fault, or min_tokens is too large"
+        raise NumericsError(f"{why}; {right}")
 
 
 def response(

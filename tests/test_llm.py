@@ -750,6 +750,19 @@ def test_a_second_thread_is_refused_at_once_and_the_first_is_not_hurt(call):
     assert llm.stats["blocks_held"] == 0
 
 
+def test_several_are_queued_or_none():
+    """A neighbour stays; and the ids of those that were not queued are free again."""
+    llm = LLM(MODELS["llama"], max_seqs=4, max_model_len=40)
+    llm.add([1, 2], request_id="neighbour")
+    with pytest.raises(RequestError, match="prompt 2: "):
+        llm.add_all([[1], [2], [-1]], [None] * 3, ["a", "b", "c"])
+    assert llm.stats["waiting"] == 1
+    greedy = SamplingParams(max_tokens=3, temperature=0)
+    llm.add_all([[1], [2]], [greedy] * 2, ["a", "b"])
+    ended = {o.request_id for _ in range(40) for o in llm.step() if o.finished}
+    assert ended == {"neighbour", "a", "b"} and llm.stats["blocks_held"] == 0
+
+
 # --- calls from within a call --------------------------------------------------------------------
 
 
@@ -771,6 +784,7 @@ EIGHT = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 WITHIN = {
     "step": lambda llm, stream: llm.step(),
     "add": lambda llm, stream: llm.add([5], EIGHT),
+    "add_all": lambda llm, stream: llm.add_all([[5]], [EIGHT], ["a"]),
     "generate": lambda llm, stream: llm.generate([5], EIGHT),
     "chat": lambda llm, stream: llm.chat([{"role": "user", "content": "a"}]),
     "beam_search": lambda llm, stream: llm.beam_search([5]),

@@ -10,10 +10,11 @@ from typing import Any
 
 from spindle import hub
 from spindle.batch.lines import RESULT_ID, Refused, RunWith, Task
-from spindle.errors import SpindleError
+from spindle.decode.params import SamplingParams
+from spindle.errors import NumericsError, SpindleError
 from spindle.interrupts import held_back
 from spindle.model.weights import load_hf
-from spindle.openai_form import BodyError, response
+from spindle.openai_form import BodyError, check_numbers, response
 from spindle.serve.llm import LLM
 from spindle.serve.outputs import RequestOutput
 from spindle.serve.passes import has_own_bits
@@ -82,16 +83,12 @@ class Desk:
 
     def add(self, task: Task) -> Refused | None:
         """Queue all prompts of a task, or none and say why."""
-        names = list[str]()
         try:
-            for index, prompt in enumerate(task.asked.prompt_ids(self._llm)):
-                params = task.asked.params
-                if params.seed is None:
-                    params = replace(params, seed=seed_of(task.custom_id, index))
-                names.append(self._llm.add(prompt, params, f"line {task.number}, prompt {index}"))
+            prompts = task.asked.prompt_ids(self._llm)
+            params = [_seeded(task, index) for index in range(len(prompts))]
+            names = [f"line {task.number}, prompt {index}" for index in range(len(prompts))]
+            self._llm.add_all(prompts, params, names)
         except SpindleError as error:
-            for name in names:
-                self._llm.abort(name)
             why = error if isinstance(error, BodyError) else BodyError(str(error))
             return Refused(task.number, task.custom_id, why)
         self._requests |= dict.fromkeys(names, task)
@@ -112,10 +109,10 @@ class Desk:
         return ended
 
     def _ended(self, task: Task, outputs: list[RequestOutput]) -> Ended:
-        if any(one.finish_reason == "error" for output in outputs for one in output.outputs):
-            why = "logits that are no distribution (NaN, +inf, or nothing that min_tokens allows)"
-            right = "the weights or the dtype are at fault, or min_tokens is too large"
-            return Refused(task.number, task.custom_id, BodyError(f"{why}; {right}"), 500)
+        try:
+            check_numbers(outputs)
+        except NumericsError as error:
+            return Refused(task.number, task.custom_id, BodyError(str(error)), 500)
         result_id = self._run_with.result_id(task.raw)
         kind = "cmpl-" if task.asked.messages is None else "chatcmpl-"
         assert self._llm.tokenizer is not None
@@ -128,6 +125,14 @@ class Desk:
         answer = {"status_code": 200, "request_id": result_id, "body": body}
         result = {"id": result_id, "custom_id": task.custom_id, "response": answer, "error": None}
         return Answer(task.number, result)
+
+
+def _seeded(task: Task, index: int) -> SamplingParams:
+    """The parameters of one of a task's prompts, with the seed that it has whenever it is run."""
+    params = task.asked.params
+    return (
+        params if params.seed is not None else replace(params, seed=seed_of(task.custom_id, index))
+    )
 
 
 def seed_of(custom_id: str, index: int) -> int:

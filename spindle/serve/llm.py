@@ -228,6 +228,19 @@ class LLM(NoCopies):
         """
         return self._add(prompt, params, request_id)
 
+    @one_at_a_time
+    def add_all(
+        self, prompts: Many[Prompt], params: Many[SamplingParams | None], request_ids: Many[str]
+    ) -> None:
+        """Queue several requests, each as `add` does, or none. Raises what `add` raises."""
+        names = list[str]()
+        try:
+            self._add_all(prompts, params, names, request_ids)
+        except BaseException:
+            with held_back():
+                self._forget(names)
+            raise
+
     def _add(
         self, prompt: Prompt, params: SamplingParams | None, request_id: str | None = None
     ) -> str:
@@ -545,13 +558,18 @@ class LLM(NoCopies):
             raise RequestError(f"request_id {brief(repr(name))}: in use by a stream that is unread")
 
     def _add_all(
-        self, prompts: list[Prompt], params: list[SamplingParams | None], names: list[str]
+        self,
+        prompts: Many[Prompt],
+        params: Many[SamplingParams | None],
+        names: list[str],
+        request_ids: Many[str] | None = None,
     ) -> None:
         """Queue them; `names` grows by one each."""
-        for prompt, its in zip(prompts, params, strict=True):
+        ids = [None] * len(prompts) if request_ids is None else request_ids
+        for prompt, its, own in zip(prompts, params, ids, strict=True):
             try:
                 with held_back():
-                    names.append(self._add(prompt, its))
+                    names.append(self._add(prompt, its, own))
             except RequestError as error:
                 if len(prompts) == 1:
                     raise

@@ -11,8 +11,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from spindle import __version__
-from spindle.errors import NumericsError, SpindleError
-from spindle.openai_form import Asked
+from spindle.errors import SpindleError
+from spindle.openai_form import Asked, check_numbers
 from spindle.openai_form import response as whole_answer
 from spindle.serve.outputs import RequestOutput
 from spindle.server.chunks import DONE, Chunks, event
@@ -106,10 +106,7 @@ class Answer(Response):
         """Raises what ended the reply, or NumericsError: a model that could not go on."""
         if self._reply.error is not None:
             raise self._reply.error
-        for output in self._outputs():
-            if any(answer.finish_reason == "error" for answer in output.outputs):
-                right = "the weights or the dtype are at fault, or min_tokens is too large"
-                raise NumericsError(f"the model's logits are no distribution: {right}")
+        check_numbers(self._outputs())
 
 
 @asynccontextmanager

@@ -134,7 +134,7 @@ class Service:
         return asked, self._prompts(asked)
 
     def _prompts(self, asked: Asked) -> list[list[int]]:
-        where = "prompt" if asked.messages is None else "messages"
+        where = asked.prompt_field
         try:
             prompts = asked.prompt_ids(self._llm)
         except SpindleError as error:  # a template's names its folder, which is not for clients

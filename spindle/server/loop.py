@@ -208,13 +208,11 @@ class EngineLoop:
         """Queue all of a reply's prompts in the LLM; if one is refused, none."""
         if reply.is_over:  # everybody's was, before this order was read
             return
-        names: list[str] = []
+        count = len(reply.prompts)
+        names = [f"{reply.name}-{position}" for position in range(count)]
         try:
-            for position, prompt in enumerate(reply.prompts):
-                names.append(self._llm.add(prompt, reply.params, f"{reply.name}-{position}"))
+            self._llm.add_all(reply.prompts, [reply.params] * count, names)
         except Exception as error:
-            for name in names:
-                self._llm.abort(name)
             self._fail(_told(error, "a request could not be added"), reply)
             return
         for position, name in enumerate(names):
