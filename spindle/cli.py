@@ -218,19 +218,54 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     debug = argparse.ArgumentParser(add_help=False)
     debug.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    options = _sampling_options()
-    _add_generate(commands, debug, options)
-    _add_chat(commands, debug, options)
-    _add_batch(commands, debug)
-    _add_serve(commands, debug)
+    model, drafts, pool = _model_options(), _draft_options(), _pool_options()
+    _add_generate(commands, debug, _sampling_options(), model, drafts)
+    _add_chat(commands, debug, _sampling_options(), model, drafts)
+    _add_batch(commands, debug, model, pool)
+    _add_serve(commands, debug, model, pool, drafts)
     _add_fetch(commands, debug)
     _add_doctor(commands, debug)
     _add_bench(commands, debug, argv)
     return parser
 
 
+def _model_options() -> argparse.ArgumentParser:
+    """What all share that run a model: where, and in what numbers."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add = parser.add_argument
+    add("--device", default="auto", help="auto, cpu or cuda (default: auto)")
+    add("--dtype", default="auto", help="auto, float32, bfloat16, float16 or float64")
+    about = "int8: weights of linear layers in 8 bits, a quarter of the memory of float32"
+    add("--quantize", choices=("int8",), help=about)
+    return parser
+
+
+def _draft_options() -> argparse.ArgumentParser:
+    """What `generate`, `chat` and `serve` share: who drafts."""
+    parser = argparse.ArgumentParser(add_help=False)
+    drafts = parser.add_mutually_exclusive_group()
+    about = "draft tokens with a smaller model, for one pass to check; int8: with the model's own "
+    about += "weights in 8 bits"
+    drafts.add_argument("--draft", metavar="MODEL", help=about)
+    about = "draft what followed the last time that the text ended like this"
+    drafts.add_argument("--ngram", action="store_true", help=about)
+    parser.add_argument("-k", type=int, metavar="N", help="drafts a pass, at most (default: 5)")
+    return parser
+
+
+def _pool_options() -> argparse.ArgumentParser:
+    """What `batch` and `serve` share: how many answers, and in what memory."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add = parser.add_argument
+    number: dict[str, Any] = {"type": int, "metavar": "N"}
+    add("--max-seqs", default=32, **number, help="answers that run at once (default: 32)")
+    add("--max-model-len", **number, help="prompt and answer together (default: the model's)")
+    add("--num-blocks", **number, help="of the KV cache (default: by the free memory)")
+    return parser
+
+
 def _sampling_options() -> argparse.ArgumentParser:
-    """What `generate` and `chat` share: what picks a token, what ends an answer, where it runs."""
+    """What `generate` and `chat` share: what picks a token, and what ends an answer."""
     parser = argparse.ArgumentParser(add_help=False)
     add, given = parser.add_argument, argparse.SUPPRESS  # defaults are SamplingParams'
     add("--temperature", type=float, default=given, help="0: greedy (default: 1)")
@@ -247,17 +282,6 @@ def _sampling_options() -> argparse.ArgumentParser:
     add("--stop-token-id", **stop_id, default=given, metavar="ID", help="end at it; repeatable")
     add("--min-tokens", type=int, default=given, metavar="N", help="nothing ends it before these")
     add("--ignore-eos", action="store_true", default=given, help="go on after an end token")
-    add("--device", default="auto", help="auto, cpu or cuda (default: auto)")
-    add("--dtype", default="auto", help="auto, float32, bfloat16, float16 or float64")
-    about = "int8: weights of linear layers in 8 bits, a quarter of the memory of float32"
-    add("--quantize", choices=("int8",), help=about)
-    drafts = parser.add_mutually_exclusive_group()
-    about = "draft tokens with a smaller model, for one pass to check; int8: with the model's own "
-    about += "weights in 8 bits"
-    drafts.add_argument("--draft", metavar="MODEL", help=about)
-    about = "draft what followed the last time that the text ended like this"
-    drafts.add_argument("--ngram", action="store_true", help=about)
-    add("-k", type=int, metavar="N", help="drafts a pass, at most (default: 5)")
     add("--max-seq-len", type=int, metavar="N", help="prompt and answer together, in tokens")
     add("-q", "--quiet", "--no-stats", action="store_true", help="no line of stats on stderr")
     return parser
@@ -296,10 +320,10 @@ def _add_chat(commands: Any, *shared: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=chat)
 
 
-def _add_batch(commands: Any, debug: argparse.ArgumentParser) -> None:
+def _add_batch(commands: Any, *shared: argparse.ArgumentParser) -> None:
     about = "answer a file of prompts, line by line; it can be stopped and goes on"
     parser = commands.add_parser(
-        "batch", parents=[debug], help=about, description=about, epilog=BATCH_EXAMPLES
+        "batch", parents=shared, help=about, description=about, epilog=BATCH_EXAMPLES
     )
     add = parser.add_argument
     add("input", type=Path, metavar="IN", help="lines in the form of OpenAI's batch files")
@@ -308,12 +332,6 @@ def _add_batch(commands: Any, debug: argparse.ArgumentParser) -> None:
     about = "what bodies call the model, and results (default: MODEL)"
     add("--served-model-name", metavar="NAME", help=about)
     add("--errors", type=Path, metavar="FILE", help="write the refused lines there too")
-    add("--device", default="auto", help="auto, cpu or cuda (default: auto)")
-    add("--dtype", default="auto", help="auto, float32, bfloat16, float16 or float64")
-    add("--quantize", choices=("int8",), help="weights of linear layers in 8 bits")
-    add("--max-seqs", type=int, default=32, metavar="N", help="answers at once (default: 32)")
-    add("--max-model-len", type=int, metavar="N", help="prompt and answer together, in tokens")
-    add("--num-blocks", type=int, metavar="N", help="blocks of 16 tokens in the KV cache")
     about = "the same tokens whatever runs beside them (default: where that is cheap)"
     add("--batch-invariant", action=argparse.BooleanOptionalAction, help=about)
     about = "so many engines; with more than one by Ray Data, on its cluster if there is one"
@@ -322,10 +340,10 @@ def _add_batch(commands: Any, debug: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=batch)
 
 
-def _add_serve(commands: Any, debug: argparse.ArgumentParser) -> None:
+def _add_serve(commands: Any, *shared: argparse.ArgumentParser) -> None:
     about = "answer OpenAI's API over HTTP, many requests at once"
     parser = commands.add_parser(
-        "serve", parents=[debug], help=about, description=about, epilog=SERVE_EXAMPLES
+        "serve", parents=shared, help=about, description=about, epilog=SERVE_EXAMPLES
     )
     add, number = parser.add_argument, {"type": int, "metavar": "N"}
     add("-m", "--model", required=True, help="what to run")
@@ -342,22 +360,12 @@ def _add_serve(commands: Any, debug: argparse.ArgumentParser) -> None:
     add("--max-n", default=16, **number, help="answers to a prompt (default: 16)")
     add("--max-queue", default=256, **number, help="answers that may wait (default: 256)")
     add("--grace", type=float, default=10.0, metavar="S", help="seconds to end in (default: 10)")
-    add("--device", default="auto", help="auto, cpu or cuda (default: auto)")
-    add("--dtype", default="auto", help="auto, float32, bfloat16, float16 or float64")
-    add("--quantize", choices=("int8",), help="weights of linear layers in 8 bits")
-    add("--max-seqs", default=32, **number, help="answers that run at once (default: 32)")
     add("--max-batch-tokens", **number, help="tokens of a step (default: 512, or what drafts need)")
-    add("--max-model-len", **number, help="prompt and answer together (default: the model's)")
-    add("--num-blocks", **number, help="of the KV cache (default: by the free memory)")
     add("--block-size", default=16, **number, help="tokens of a block (default: 16)")
     add("--no-prefix-cache", action="store_true", help="prompts that begin alike share nothing")
     add("--preemption", choices=("recompute", "swap"), default="recompute", help="when blocks end")
     about = "the same bits for a request, whatever runs beside it; slow without native code"
     add("--batch-invariant", action="store_true", help=about)
-    drafts = parser.add_mutually_exclusive_group()
-    drafts.add_argument("--draft", metavar="MODEL", help="draft with a smaller model, or with int8")
-    drafts.add_argument("--ngram", action="store_true", help="draft from the text itself")
-    add("-k", **number, help="drafts a pass, at most (default: 5)")
     parser.set_defaults(run=serve)
 
 

@@ -1036,3 +1036,14 @@ def test_whichever_steps_are_seen_the_chunks_join_to_the_whole(parts, snapshots,
         whole = {"text": answer.text, "tokens": spelled(answer, parts[1])}
         assert got[index] == whole | {"ends": [answer.finish_reason]}
     assert list(chunks.new(steps[-1])) == []
+
+
+def test_the_commands_defaults_are_those_of_the_options(monkeypatch):
+    """`--help` tells them without the server's libraries, so they stand in both."""
+    made = []
+    monkeypatch.setattr("spindle.server.bound", lambda options: made.append(options) or 1 / 0)
+    monkeypatch.delenv("SPINDLE_API_KEY", raising=False)
+    assert cli.main(["serve", "-m", "tiny"]) == cli.OUR_FAULT
+    (options,) = made
+    its = vars(options) | {"allow_origins": ()}
+    assert its == vars(Options()) | {"name": "tiny"}
