@@ -1,41 +1,32 @@
 """The page of the architecture says what is there: names that exist, imports that are made."""
 
 import importlib
-import importlib.util
 import inspect
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import test_public_api as rules
 from bs4 import BeautifulSoup
+from modules import module_of
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "book/architecture.md").read_text(encoding="utf-8")
 SVG = (ROOT / "book/_static/architecture.svg").read_text(encoding="utf-8")
 
 
-def extension(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"book_{name}", ROOT / f"book/_ext/{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 # --- the table -----------------------------------------------------------------------------------
 
 
 def test_the_table_on_the_page_is_the_one_that_the_test_reads():
-    imports = extension("imports")
+    imports = module_of(ROOT / "book/_ext/imports.py")
     source = Path(rules.__file__).read_text(encoding="utf-8")
     assert imports.table(source) == (rules.EVERYONE_MAY, rules.MAY_IMPORT)
     assert PAGE.count(imports.PLACEHOLDER) == 1
 
 
 def test_every_room_that_is_there_has_its_line():
-    drawn = extension("imports").drawn(ROOT)
+    drawn = module_of(ROOT / "book/_ext/imports.py").drawn(ROOT)
     rooms = {rules.room_of(module) for module in rules.modules()} - {""}
     lines = re.findall(r"^\| `([\w.]+)` \| \S.* \| \S.* \|$", drawn, re.MULTILINE)
     assert set(lines) == rooms - set(rules.EVERYONE_MAY)

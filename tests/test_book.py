@@ -1,7 +1,7 @@
 """The book: it builds without a warning, asks nobody for anything, and its links lead somewhere."""
 
 import ast
-import importlib.util
+import importlib
 import json
 import os
 import random
@@ -20,6 +20,7 @@ from bs4 import BeautifulSoup
 from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from modules import module_of
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from sphinx.errors import SphinxError
 
@@ -61,30 +62,21 @@ def html(site: Path) -> list[Path]:
     return sorted(path for path in site.rglob("*.html") if "_static" not in path.parts)
 
 
-def load(folder: Path, file: str = "conf.py") -> types.ModuleType:
-    """A file of `folder` as a module."""
-    spec = importlib.util.spec_from_file_location(f"book_{file[:-3]}", folder / file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def conf():
     """The settings; what they load, `_ext` among it, can be imported from then on."""
-    return load(BOOK)
+    return module_of(BOOK / "conf.py")
 
 
 @pytest.fixture(scope="module")
 def links():
-    return load(BOOK, "links.py")
+    return module_of(BOOK / "links.py")
 
 
 @pytest.fixture(scope="module")
 def look():
     """The module behind `make book-check`."""
-    return load(BOOK, "check.py")
+    return module_of(BOOK / "check.py")
 
 
 @pytest.fixture(scope="module")

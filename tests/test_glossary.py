@@ -1,11 +1,11 @@
 """The glossary and the chapters agree: a term is defined once, in its home, and is found there."""
 
-import importlib.util
 import json
 import re
 from pathlib import Path
 
 import pytest
+from modules import module_of
 
 ROOT = Path(__file__).parents[1]
 GLOSSARY = (ROOT / "book/glossary.md").read_text(encoding="utf-8")
@@ -15,15 +15,7 @@ CHAPTERS = {
 }
 
 
-def terms_ext():
-    spec = importlib.util.spec_from_file_location("book_terms", ROOT / "book/_ext/terms.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-HOMES = terms_ext().homes(GLOSSARY)
+HOMES = module_of(ROOT / "book/_ext/terms.py").homes(GLOSSARY)
 HOME_OF = {term: chapter for chapter, terms in HOMES.items() for term in terms}
 ENTRIES = re.findall(r"^(\w.*)$", GLOSSARY.split("```{glossary}")[1], re.MULTILINE)
 

@@ -1,7 +1,6 @@
 """The step-through player: what it stores, what it shows of real traces, what a reader gets whose
 scripts are off, and what the script does in a browser, if there is one."""
 
-import importlib.util
 import json
 import math
 import re
@@ -20,6 +19,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from modules import module_of
 
 from spindle import LLM, Engine, SamplingParams, Tokenizer, plots, speculative
 from spindle.config import ModelConfig
@@ -621,11 +621,7 @@ def test_style_and_script_are_stored_without_comments_and_nothing_else_is_lost()
 
 @pytest.fixture(scope="module")
 def cover() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("book_cover", ROOT / "book" / "cover.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_of(ROOT / "book/cover.py")
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@ are those of the page of figures, their links lead somewhere, and the chapters h
 """
 
 import ast
-import importlib.util
 import json
 import re
 import shlex
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import matplotlib
 import pytest
+from modules import module_of
 
 from spindle import Engine, Tokenizer, cli, load_hf
 
@@ -155,11 +155,7 @@ def test_the_page_of_figures_has_those_of_the_cover():
 @pytest.fixture(scope="module")
 def picture():
     """book/readme_picture.py as a module."""
-    spec = importlib.util.spec_from_file_location("picture", ROOT / "book/readme_picture.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_of(ROOT / "book/readme_picture.py")
 
 
 def test_the_picture_shows_the_figures_of_the_tables(picture):

@@ -920,18 +920,13 @@ def main() -> int:
     start, counts, findings = time.monotonic(), Counter[str](), []
     bar = tqdm(wanted, desc="calls", disable=None)
     slowest, seconds = (0.0, ""), Counter[str]()
-    for told in run(bar):
+    for told in turns.heard(run(bar), findings, bar, in_words, args.single):
         for key in ("worked", "refused"):
             counts[f"{told['kind']} {key}"] += told.get(key, 0)
         seconds[told["kind"]] += told.get("wall_s", files.LIMIT_S)
         slowest = max(
             slowest, (told.get("wall_s", files.LIMIT_S), f"{told['kind']} {told['seed']}")
         )
-        if told["outcome"] == "finding":
-            findings.append(told)
-            bar.write(in_words(told))
-        elif args.single:
-            print(told)
     wall_s = time.monotonic() - start
     print(f"seeds {args.seed} to {args.seed + len(wanted) - 1}: {len(wanted)} in {wall_s:.0f} s")
     for kind in KINDS:

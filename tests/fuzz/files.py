@@ -252,15 +252,10 @@ def main() -> int:
     start, ends, findings = time.monotonic(), Counter[str](), []
     bar = tqdm(wanted, desc="damaged files", disable=None)
     slowest, largest = 0.0, 0
-    for told in run(bar):
+    for told in turns.heard(run(bar), findings, bar, in_words, args.single):
         ends[f"{told['kind']} {told['outcome']}"] += 1
         slowest = max(slowest, told.get("cpu_s", LIMIT_S))
         largest = max(largest, told.get("grown_bytes", 0))
-        if told["outcome"] == "finding":
-            findings.append(told)
-            bar.write(in_words(told))
-        elif args.single:
-            print(told)
     wall_s = time.monotonic() - start
     print(
         f"seeds {args.seed} to {args.seed + len(wanted) - 1}: {len(wanted)} cases in {wall_s:.0f} s"

@@ -2,7 +2,12 @@
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from tqdm import tqdm
+
+Told = dict[str, Any]  # what is known of a case that was run
 
 
 def asked(about: str, kinds: Iterable[str], count: int) -> argparse.Namespace:
@@ -26,3 +31,16 @@ def by_turns(
     """(kind, seed): every kind has the seeds of its turns."""
     names = list(kinds)
     return [(only or names[s % len(names)], s) for s in range(seed, seed + count)]
+
+
+def heard(
+    cases: Iterable[Told], findings: list[Told], bar: tqdm, words: Callable[[Told], str], all_: bool
+) -> Iterator[Told]:
+    """The same cases; those with a finding are kept, and said above the bar. all_: print others."""
+    for told in cases:
+        if told["outcome"] == "finding":
+            findings.append(told)
+            bar.write(words(told))
+        elif all_:
+            print(told)
+        yield told
