@@ -511,10 +511,11 @@ class Yes:
         self.llm, self.added, self.longest = llm, dict[str, list[int]](), 0
         self.tokenizer, self.model, self.max_model_len = llm.tokenizer, llm.model, llm.max_model_len
 
-    def add(self, prompt: list[int], params: SamplingParams, name: str) -> str:
-        self.added[name] = prompt
+    def add_all(
+        self, prompts: list[list[int]], params: list[SamplingParams], names: list[str]
+    ) -> None:
+        self.added |= dict(zip(names, prompts, strict=True))
         self.longest = max(self.longest, len(self.added))
-        return name
 
     def step(self) -> Iterator[Any]:
         from spindle.serve.outputs import Completion, Metrics, RequestOutput
