@@ -139,15 +139,22 @@ class _Fleet:
 
     def run(self, progress: bool) -> Result:
         """Event by event; of those at one time, arrivals come first."""
-        arrivals, wakes, pop = self.arrivals, self.wakes, heapq.heappop
+        arrivals, wakes, replicas = self.arrivals, self.wakes, self.replicas
         with tqdm(total=len(self.session), disable=None if progress else True, unit="req") as bar:
             while arrivals or wakes:
                 if arrivals and (not wakes or arrivals[0][0] <= wakes[0][0]):
-                    self._arrive(*pop(arrivals))
+                    self._arrive(*heapq.heappop(arrivals))
                     continue
-                when, number = pop(wakes)
-                if self.replicas[number].end_ps == when:  # else it was cut short, and has woken
-                    bar.update(self._wake(when, number))
+                when, number = wakes[0]
+                replica = replicas[number]
+                if replica.end_ps == when:  # else it was cut short, and has woken
+                    replica.wake()
+                    if replica.ended:
+                        bar.update(self._end(when, replica))
+                    if replica.end_ps != IDLE:
+                        heapq.heapreplace(wakes, (replica.end_ps, number))
+                        continue
+                heapq.heappop(wakes)
         return self._result()
 
     def _expect_next(self) -> None:
@@ -169,19 +176,12 @@ class _Fleet:
         )  # fmt: skip
         if not replica.add(when, one):
             return
-        if replica.end_ps > when or (self.arrivals and self.arrivals[0][0] == when):
-            heapq.heappush(self.wakes, (replica.end_ps, number))
-        else:  # it was idle, and nobody else comes at this moment
-            self._wake(when, number)
+        if replica.end_ps == when and not (self.arrivals and self.arrivals[0][0] == when):
+            replica.wake()  # it was idle, and nobody else comes at this moment
+        heapq.heappush(self.wakes, (replica.end_ps, number))
 
-    def _wake(self, when: int, number: int) -> int:
-        """A replica goes on; returns how many requests have ended."""
-        replica = self.replicas[number]
-        replica.wake()
-        if replica.end_ps != IDLE:
-            heapq.heappush(self.wakes, (replica.end_ps, number))
-        if not replica.ended:
-            return 0
+    def _end(self, when: int, replica: Replica) -> int:
+        """What a replica has ended the router is told, and next turns come; returns how many."""
         ended, replica.ended = replica.ended, []
         for request in ended:
             self.end_ps[request] = when

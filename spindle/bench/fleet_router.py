@@ -101,10 +101,12 @@ def prefix_aware(router: Router, request: int) -> int:
         turn -= 1
     if best >= 0:
         return best
-    held = router.known[router.system[request]]  # [R]
-    score = (held << 32) - router.load
-    score[router.load >= most] = -(2**62)
-    return int(score.argmax())
+    score = (router.known[router.system[request]] << 32) - router.load  # [R]
+    best = int(score.argmax())
+    if router.load[best] >= most:
+        score[router.load >= most] = -(2**62)
+        best = int(score.argmax())
+    return best
 
 
 POLICIES: dict[str, Policy] = {
