@@ -6,7 +6,8 @@
 
 Every function takes numbers and measures nothing, draws on a white card that is legible on a dark
 page too, labels things where they are rather than in a legend, and returns the figure. A title
-states the claim. Sizes are fixed, so that a stored figure can be compared.
+states the claim. Sizes are fixed, so that a stored figure can be compared. A figure's repr, which a
+notebook stores beside the picture, says in words what it shows.
 """
 
 import math
@@ -20,6 +21,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from spindle.player import Player, colours_of, kind_of, name_of, request_of
@@ -101,10 +103,49 @@ def figure(
 
 def panels(width: float, height: float, title: str, count: int, **how: Any) -> tuple[Figure, Any]:
     """As `figure`, with `count` axes side by side; `how` goes to matplotlib's `subplots`."""
-    style()
-    fig, axes = plt.subplots(1, count, figsize=(width, height), layout="constrained", **how)
+    fig, axes = _axes(1, count, (width, height), layout="constrained", **how)
     _claim(fig, title)
     return fig, axes
+
+
+class Picture(Figure):
+    """A figure whose repr says what it shows, for whoever does not see it."""
+
+    def __repr__(self) -> str:
+        """Its claim; of each of its axes the title, the axes' names, and the labels in words."""
+        said = [self.get_suptitle(), *(_said(ax) for ax in self.axes if ax.axison)]
+        said += [_listed("Labels", _labels(ax.texts)) for ax in self.axes]
+        said += [_listed("Key", _labels(key.get_texts())) for key in self.legends]
+        sentences = [" ".join(text.split()).rstrip(".") for text in said if text]
+        return f"<Figure: {'. '.join(dict.fromkeys(sentences))}.>"
+
+
+def _axes(down: int, across: int, size: tuple[float, float], **how: Any) -> tuple[Picture, Any]:
+    """A figure of that many axes, in the book's style."""
+    style()
+    fig, axes = plt.subplots(down, across, figsize=size, FigureClass=Picture, **how)
+    assert isinstance(fig, Picture)
+    return fig, axes
+
+
+def _said(ax: Axes) -> str:
+    """Its title, what its axes are called, and the lines that have a name instead of a number."""
+    title = ax.get_title("left") or ax.get_title()
+    across, up, names = ax.get_xlabel(), ax.get_ylabel(), _labels(ax.get_yticklabels())
+    parts = [title, f"Across: {across}" * bool(across), f"Up: {up}" * bool(up)]
+    return ". ".join(part for part in [*parts, _listed("Lines", names)] if part)
+
+
+def _labels(texts: Iterable[Text]) -> list[str]:
+    """What is written there in words, each once."""
+    words = [" ".join(text.get_text().split()) for text in texts if text.get_visible()]
+    return list(dict.fromkeys(text for text in words if any(map(str.isalpha, text))))
+
+
+def _listed(name: str, words: Sequence[str]) -> str:
+    """The first dozen."""
+    more = f" and {len(words) - 12} more" * (len(words) > 12)
+    return f"{name}: {'; '.join(words[:12])}{more}" if words else ""
 
 
 def _claim(fig: Figure, title: str) -> None:
@@ -291,10 +332,9 @@ def growth(panels: Sequence[GrowthPanel], title: str) -> Figure:
     Both axes begin at 0 and are linear, so that what grows in proportion is seen to. What is
     predicted is dashed, and drawn first.
     """
-    style()
     across, down = min(2, len(panels)), math.ceil(len(panels) / 2)
     size = (4.5 * across, 0.6 + 3.3 * down)
-    fig, axes = plt.subplots(down, across, figsize=size, layout="constrained", squeeze=False)
+    fig, axes = _axes(down, across, size, layout="constrained", squeeze=False)
     _claim(fig, title)
     for ax, panel in zip(axes.flat, panels, strict=False):
         _grow(ax, GrowthPanel(*panel))
@@ -332,8 +372,7 @@ def token_strip(
     fills = [colours] * len(ids) if isinstance(colours, str) else list(colours)
     shown = [piece.replace(" ", "·").replace("\n", "↵") for piece in pieces]
     widths = [max(len(piece), len(str(i)), 2) + 1.2 for piece, i in zip(shown, ids, strict=True)]
-    style()
-    fig, ax = plt.subplots(figsize=(min(8.0, 0.14 * sum(widths) + 0.3), 0.95))
+    fig, ax = _axes(1, 1, (min(8.0, 0.14 * sum(widths) + 0.3), 0.95))
     left = 0.0
     for piece, i, fill, width in zip(shown, ids, fills, widths, strict=True):
         ax.add_patch(Rectangle((left, 0.45), width - 0.3, 0.5, color=fill, alpha=0.22, lw=0))
@@ -473,11 +512,9 @@ def timeline(
     fills = colours_of([cell.name for cells in made.values() for cell in cells], colours)
     places = [_seats(cells) if lines == "seat" else _own_lines(cells) for cells in made.values()]
     heights = [1 + max(at.values()) for at in places]
-    style()
-    fig, axes = plt.subplots(
-        len(made), 1, figsize=(8, 1.05 + 0.55 * len(made) + 0.24 * sum(heights)), sharex=True,
-        squeeze=False, layout="constrained", height_ratios=heights,
-    )  # fmt: skip
+    size = (8, 1.05 + 0.55 * len(made) + 0.24 * sum(heights))
+    how: Any = {"sharex": True, "squeeze": False, "layout": "constrained"}
+    fig, axes = _axes(len(made), 1, size, height_ratios=heights, **how)
     _claim(fig, title)
     panels = zip(axes[:, 0], made.items(), places, heights, strict=True)
     for ax, (name, cells), at, height in panels:
@@ -634,12 +671,10 @@ def token_times(
     window: the times to show, from and to; by default all.
     """
     fills = colours_of([name for its in runs.values() for name in its], colours)
-    style()
-    height = 0.9 + sum(0.5 + 0.2 * len(its) for its in runs.values())
-    fig, axes = plt.subplots(
-        len(runs), 1, figsize=(8, height), sharex=True, squeeze=False, layout="constrained",
-        height_ratios=[len(its) for its in runs.values()],
-    )  # fmt: skip
+    size = (8, 0.9 + sum(0.5 + 0.2 * len(its) for its in runs.values()))
+    how: Any = {"sharex": True, "squeeze": False, "layout": "constrained"}
+    heights = [len(its) for its in runs.values()]
+    fig, axes = _axes(len(runs), 1, size, height_ratios=heights, **how)
     _claim(fig, title)
     for ax, (name, its) in zip(axes[:, 0], runs.items(), strict=True):
         for line, (request, times) in enumerate(its.items()):

@@ -154,6 +154,25 @@ def test_attention_grid_writes_weights_into_their_squares():
     assert [text for text in said(fig) if text[-1].isdigit()] == ["1.00", ".25", ".75"]
 
 
+def test_a_figure_says_in_words_what_it_shows():
+    fig, ax = plots.figure(
+        8, 3, "Only 3 of them, on a line that is so long that it is broken.", "step"
+    )
+    ax.set(ylabel="slots")
+    ax.text(0, 0, "Ann\nwaits"), ax.text(1, 1, "12"), ax.text(2, 2, "Ann waits")
+    claim = "Only 3 of them, on a line that is so long that it is broken"
+    assert repr(fig) == f"<Figure: {claim}. Across: step. Up: slots. Labels: Ann waits.>"
+    timeline = plots.timeline(
+        {"static": [("A", 0, "decode")], "continuous": [("B", 1, "prefill")]}, "Two"
+    )
+    words = "Two. static. continuous. Across: step. Labels: A. Labels: B. Key: prompt; one token."
+    assert repr(timeline) == f"<Figure: {words}>"
+    falls = plots.waterfall([("eager", 3.0), ("graphs", 2.0)], "now", ("bound", 1.0), "Falls", "ms")
+    assert repr(falls) == "<Figure: Falls. Across: ms. Lines: eager; graphs; now; bound.>"
+    strip = plots.token_strip([f"t{n}" for n in range(15)], range(15))
+    assert repr(strip).endswith("; t11 and 3 more.>")
+
+
 def test_the_same_numbers_give_the_same_picture(tmp_path):
     for name in ("one", "two"):
         plots.rows_grid(3, 4, "A claim").savefig(tmp_path / name, format="png")

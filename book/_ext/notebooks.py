@@ -1,15 +1,11 @@
 """Notebooks as pages: none that failed, a place and words for every figure, all in one file.
 
 A figure is named by its chapter and its order in it: 07_paging.html#figure-2. Its words for those
-who cannot see it are its claim, read in the cell that draws it (a number that the cell computes is
-left out there), and what its axes are called.
+who cannot see it are what it says of itself (spindle.plots), as the notebook stored it.
 """
 
-import ast
-import inspect
 import json
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +17,7 @@ ARCHIVE = "spindle-notebooks.zip"
 LINK = (
     '<a class="headerlink" href="#{0}" title="Link to this {1}" aria-label="Link to this {1}">#</a>'
 )
-AXES = {"roofline_dots": ("rows in a pass", "tokens a second")}  # what a figure says by itself
+SAID = "<Figure: "  # before the words of a figure of spindle.plots
 
 
 def is_notebook(app: Sphinx, docname: str) -> bool:
@@ -75,61 +71,17 @@ def section_of(node: nodes.Node) -> str:
 
 
 def alternatives(path: Path) -> list[str]:
-    """The words for each stored picture of a notebook, in order."""
-    found = []
-    for cell in json.loads(path.read_text("utf-8"))["cells"]:
-        pictures = sum("image/png" in output.get("data", {}) for output in cell.get("outputs", []))
-        words = list(claims("".join(cell["source"]))) if pictures else []
-        found += [words[at] if at < len(words) else "" for at in range(pictures)]
-    return found
-
-
-def claims(source: str) -> Iterator[str]:
-    """The title and the axes of each figure that a cell draws with `plots`, in words."""
-    from spindle import plots
-
-    named: dict[str, str] = {}
-    for node in ordered(ast.parse(source)):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            named[node.targets[0].id] = text_of(node.value, named)
-        elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
-            named[node.target.id] = named.get(node.target.id, "") + text_of(node.value, named)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).startswith("plots."):
-            yield from claim(getattr(plots, ast.unparse(node.func)[len("plots.") :]), node, named)
-
-
-def ordered(tree: ast.AST) -> list[ast.AST]:
-    """Every node with a place in the text, from the first line to the last, the inner ones last."""
-    placed = [node for node in ast.walk(tree) if hasattr(node, "lineno")]
-    return sorted(placed, key=lambda node: (node.lineno, node.col_offset))
-
-
-def claim(function: Any, call: ast.Call, named: dict[str, str]) -> Iterator[str]:
-    """What one call draws, if it has a title."""
-    signature = inspect.signature(function)
-    if "title" not in signature.parameters or any(word.arg is None for word in call.keywords):
-        return
-    given = signature.bind_partial(*call.args, **{w.arg: w.value for w in call.keywords}).arguments
-    across, up = (text_of(given.get(name), named) for name in ("xlabel", "ylabel"))
-    across, up = AXES.get(function.__name__, (across, up))
-    axes = f" Across: {across}." * bool(across) + f" Up: {up}." * bool(up)
-    yield f"{text_of(given.get('title'), named).rstrip('.')}.{axes}"
-
-
-def text_of(node: Any, named: dict[str, str]) -> str:
-    """The text of a string, an f-string, a sum of them or a name; what is computed is left out."""
-    match node:
-        case ast.Constant(value=str(text)):
-            return text
-        case ast.JoinedStr(values=parts):
-            return "".join(text_of(part, named) for part in parts)
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return text_of(left, named) + text_of(right, named)
-        case ast.Name(id=name):
-            return named.get(name, "…")
-        case None:
-            return ""
-    return "…"
+    """The words for each stored picture of a notebook, in order: the repr of a `plots` figure."""
+    outputs = [
+        output.get("data", {})
+        for cell in json.loads(path.read_text("utf-8"))["cells"]
+        for output in cell.get("outputs", [])
+    ]
+    said = ["".join(data.get("text/plain", "")) for data in outputs if "image/png" in data]
+    return [
+        words.removeprefix(SAID).removesuffix(">") if words.startswith(SAID) else ""
+        for words in said
+    ]
 
 
 # --- all of them in one file --------------------------------------------------------------------

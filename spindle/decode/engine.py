@@ -40,7 +40,8 @@ class Engine(StaticRows):
 
     Raises RequestError for a number that cannot be. An Engine is for one thread at a time, its
     streams as well, and refuses a second; to be copied or pickled; and a child of fork, where
-    torch's threads are gone.
+    torch's threads are gone. A signal handler must not use the one that it interrupts (an LLM
+    refuses that).
 
     Examples:
 
