@@ -427,7 +427,7 @@ def test_the_pool_is_shown_as_it_is_after_each_step(served):
         held = [cell.filled if cell.owners else 0 for cell in state]
         assert held == now.filled
         shared = [f"×{len(cell.owners)}" for cell in state if len(cell.owners) > 1]
-        assert [cell.says.split()[-1] for cell in state if len(cell.owners) > 1] == shared
+        assert [cell.says.split()[0] for cell in state if len(cell.owners) > 1] == shared
     assert any(len(its) > 1 for now in live for its in now.owners)
 
 
@@ -477,7 +477,7 @@ def test_an_llm_is_served_to_its_end_and_needs_a_trace_and_something_to_do():
     llm.add([1, 2, 3], SamplingParams(max_tokens=3, temperature=0), "q")
     player = Player.of_llm(llm, "One")
     assert not llm.has_unfinished
-    assert player.captions[0] == "Step 0: q read 3 of their prompts' tokens."
+    assert player.captions[0] == "Step 0: 3 prompt tokens of q."
     assert player.captions[-1] == "Step 2: a next token for q; q done."
     with pytest.raises(RequestError, match="no steps"):
         Player.of_llm(llm)

@@ -141,8 +141,8 @@ def _pool(step: Step) -> list[Cell]:
     for block in step.cached:
         cells[block] = ((), step.block_size, "", "cached")
     for block, its in owners.items():
-        count = f" ×{len(its)}" if len(its) > 1 else ""
-        cells[block] = (its, filled[block], " ".join(its) + count)
+        count = f"×{len(its)} " if len(its) > 1 else ""  # first: a narrow cell cuts the names
+        cells[block] = (its, filled[block], count + " ".join(its))
     return cells
 
 
@@ -179,13 +179,13 @@ def _says(step: Step, away: set[str]) -> str:
         by_kind.setdefault(ran.kind, []).append(name)
     rows = {kind: sum(step.ran[name].rows for name in its) for kind, its in by_kind.items()}
     words = {
-        "prefill": "{} read {} of their prompts' tokens",
-        "recompute": "{} read {} tokens once more",
-        "decode": "a next token for {}",
-        "filler": "a row for nobody in the seats of {}",
+        "prefill": "{rows} prompt token{s} of {names}",
+        "recompute": "{rows} token{s} of {names} once more",
+        "decode": "a next token for {names}",
+        "filler": "a row for nobody in the seats of {names}",
     }
     said = [
-        form.format(_list(by_kind[kind]), rows[kind])
+        form.format(names=_list(by_kind[kind]), rows=rows[kind], s="s" * (rows[kind] != 1))
         for kind, form in words.items()
         if kind in by_kind
     ]
