@@ -329,6 +329,21 @@ def test_an_answer_that_overwrites_its_inputs_is_judged_on_fresh_ones(capsys):
         assert verdict(check.attention, in_place, capsys).startswith("yes")
 
 
+def test_an_answer_that_empties_a_list_leaves_the_next_one_a_full_one(capsys):
+    def right_and_rude(stored, text):
+        try:
+            return check.resync.right(stored, text)
+        finally:
+            stored.clear()
+
+    def wrong(stored, text):
+        return min(len(stored), len(text) - 1)
+
+    assert verdict(check.resync, wrong, capsys).startswith("not yet")
+    assert verdict(check.resync, right_and_rude, capsys).startswith("yes")
+    assert verdict(check.resync, wrong, capsys).startswith("not yet")
+
+
 def test_the_numbers_of_chapter_04_by_hand():
     assert check.rows_computed.right(16, 64, False) == 3_040
     assert check.rows_computed.right(16, 64, True) == 79
