@@ -192,12 +192,13 @@ def _table(rows: dict[tuple[str, str], Figures]) -> str:
     ]
     top = "".join(f'<th scope="col">{words}</th>' for words in head)
     return (
+        "<details><summary>All four runs in figures, and who was last</summary>\n"
         '<div class="spindle-scroll"><table class="table" aria-describedby="cover-words">\n'
         f"<thead><tr>{top}</tr></thead>\n<tbody>\n{chr(10).join(lines)}\n</tbody></table></div>\n"
         f'<p id="cover-words">Eight requests, {SEATS} seats, {BLOCKS} blocks of {BLOCK_SIZE} '
         "slots. Peak blocks: held at once. Slots used: the share of those held that have a token, "
         "the mean over all steps. Seats idle: over all steps, those in which nobody gained a "
-        "token.</p>\n"
+        "token.</p></details>\n"
     )
 
 
@@ -218,6 +219,8 @@ COVER_STYLE = """
 .spindle-cover td:nth-child(n+3),.spindle-cover th:nth-child(n+3){text-align:right}
 .spindle-cover tr[aria-current] td{font-weight:700;box-shadow:inset 0 2px currentColor,
   inset 0 -2px currentColor}
+@media (max-width:600px){.spindle-cover table{font-size:.72em}
+.spindle-cover th,.spindle-cover td{padding:.3em .25em}}
 @media (pointer:coarse){.spindle-toggles label{min-height:44px}}
 """
 

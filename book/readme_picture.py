@@ -27,7 +27,7 @@ MACHINE = plots.Machine(
 THEIRS = [("transformers, one stream", 1, 30.1), ("transformers, eight", 8, 119.9)]
 OURS = [
     ("one stream", 1, 50.0),
-    ("one stream, five guesses a pass", 6, 220.0),
+    ("one stream, quoting, five guesses", 6, 220.0),
     ("eight streams", 8, 290.8),
 ]
 

@@ -1,40 +1,89 @@
-"""Numbers in the chapters' prose that no output shows: what each is made of, or where it is from.
+"""Numbers in the chapters' prose that no output of the chapter shows: what each is made of, or from.
 
-A string that Python can work out is worked out; one that begins with a capital names a source.
+A string that Python can work out is worked out. One that names another notebook ("07_paging") is
+looked for in what that shows. One that begins with a capital names a source.
 """
 
 GIVEN: dict[str, dict[str, str]] = {
     "00_tour": {
-        "0.27": "2 * 134.5e6 / 1e9",  # FLOPs of a row: two for each weight
-        "520": "140e9 / 0.27e9",  # the cover's bound
+        "0.27": "2 * 134.5e6 / 1e9",
+        "520": "140e9 / 0.27e9",
+        "10000": "03_sampling",
+        "13307": "03_sampling",
+        "105": "11_preemption",
+        "226": "11_preemption",
+        "231": "09_continuous_batching",
+        "412": "09_continuous_batching",
+        "3040": "04_contiguous_cache",
+        "3152": "07_paging",
+        "7993": "07_paging",
+        "3554304": "01_gpt2_forward",
+        "538": "06_cost_of_a_pass",
     },
-    "01_gpt2_forward": {"3.2": "Vaswani et al. 2017, section", "3000": "e ** 8"},
-    "02_llama_forward": {"3.2": "Su et al. 2021, section", "0.0017": "1 / 576"},
+    "01_gpt2_forward": {
+        "3.2": "Vaswani et al. 2017, section",
+        "3000": "e ** 8",
+    },
+    "02_llama_forward": {
+        "3.2": "Su et al. 2021, section",
+        "0.0017": "1 / 576",
+        "512": "01_gpt2_forward",
+        "17": "Any token of a text will do",
+        "18": "38 - 20",
+        "54": "438_460 / 8192",
+    },
     "03_sampling": {
         "49151": "49152 - 1",
-        "0.856": "0.77 / 0.90",  # Paris after the cut: its share of what the ten hold
-        "8559": "10_000 * 0.7725 / 0.9026",  # the same, with more digits
+        "0.856": "0.77 / 0.90",
+        "8559": "10_000 * 0.7725 / 0.9026",
         "9999": "10_000 - 1",
         "2.1": "6.7 / 10 ** 0.5",
         "0.145": "The shares of nine tokens, added up in the order of their ids",
         "0.998": "1 - 2 ** -9",
+        "256": "CANDIDATES of spindle.decode.sampling",
+        "4096": "16 * 256",
+        "225": "15_007 ** 2 / 1e6",
+        "35": "(10_000 * 0.856 * 0.144) ** 0.5",
+        "34": "2 ** 25 / 1e6",
+        "400": "Any server's rate will do",
+        "49152": "02_llama_forward",
+        "512": "2 ** 9",
     },
-    "05_bug_inferred_positions": {"16.4": "The engine in which the fault was met"},
+    "04_contiguous_cache": {
+        "1024": "GPT-2's config.json, n_positions",
+        "498": "01_gpt2_forward",
+    },
+    "05_bug_inferred_positions": {
+        "16.4": "The engine in which the fault was met",
+        "3040": "04_contiguous_cache",
+        "79": "04_contiguous_cache",
+    },
     "06_cost_of_a_pass": {
         "4800": "4.8e12 / 1e9",
         "166": "4.8e12 / 29e9",
         "0.0005": "5e-4",
+        "3072": "2 * 1536",
+    },
+    "07_paging": {
+        "512": "8192 / 16",
+    },
+    "08_sharing": {
+        "31": "3472 / 7 / 16",
     },
     "09_continuous_batching": {
         "172": "ceil(1371 / 8)",
         "4.2": "Higham 2002, section",
         "33499": "A pull request of vLLM",
+        "29": "13 + 16",
+        "74": "231 - 157",
     },
     "10_the_clock": {
         "586": "The benchmark in which the fault was met",
         "1.78": "412 / 231",
         "5.9": "1371 / 231",
         "2.7": "100 * 56 / 2040",
+        "1371": "09_continuous_batching",
+        "63": "64 - 1",
     },
     "11_preemption": {
         "6.4": "A stored output of chapter 10",
@@ -45,6 +94,13 @@ GIVEN: dict[str, dict[str, str]] = {
         "1.8": "346 / 192",
         "9200": "0.212e9 / 23_040",
         "106500": "13.96e9 / 131_072",
+        "107": "105 + 2",
+        "112": "304 - 192",
+        "206": "06_cost_of_a_pass",
+        "3152": "07_paging",
+        "5157": "07_paging",
+        "40.8": "10_the_clock",
+        "400": "10_the_clock",
     },
     "12_one_stream": {
         "2.3": "576 * 4 / 1000",
@@ -52,6 +108,11 @@ GIVEN: dict[str, dict[str, str]] = {
         "2.4": "1 / 2 * 140e9 / 29e9",
         "2.6396": "The README's table of weights in 8 bits",
         "2.6425": "The README's table of weights in 8 bits",
+        "192": "11_preemption",
+        "95": "11_preemption",
+        "96": "192 - 96",
+        "377": "06_cost_of_a_pass",
+        "8192": "The README's table of weights in 8 bits",
     },
     "13_cuda_kernels": {
         "132": "NVIDIA's data sheet of the H200",
@@ -60,20 +121,57 @@ GIVEN: dict[str, dict[str, str]] = {
         "129": "132 - 3",
         "6.3": "2 * 3 * 64 * 8192 * 2 / 1e6",
         "257": "256 + 1",
+        "2048": "NVIDIA's data sheet of the H200",
+        "20736": "12_one_stream",
+        "538": "06_cost_of_a_pass",
+        "67": "8192 * 4096 * 2 / 1e6",
     },
-    "15_speculation": {"0.85": "1 - 0.15"},
-    "17_when_speculation_loses": {"3.8": "Leviathan et al. 2023, theorem", "81": "3 ** 4"},
+    "14_cuda_graphs": {
+        "1000": "350 * 3",
+        "4000": "1345 * 3",
+        "269": "538 / 2",
+        "56": "269e6 / 4.8e12 * 1e6",
+        "33": "32 + 1",
+        "377": "06_cost_of_a_pass",
+    },
+    "15_speculation": {
+        "0.85": "1 - 0.15",
+        "1345": "14_cuda_graphs",
+        "388": "396 - 8",
+        "396": "00_tour",
+    },
+    "16_bug_stale_distribution": {
+        "192": "15_speculation",
+        "232": "15_speculation",
+        "352": "15_speculation",
+    },
+    "17_when_speculation_loses": {
+        "3.8": "Leviathan et al. 2023, theorem",
+        "81": "3 ** 4",
+        "0.06": "ROW of spindle.decode.pace",
+        "256": "REST of spindle.decode.pace",
+        "103": "206 / 2",
+        "15": "5 * 3",
+        "206": "06_cost_of_a_pass",
+    },
     "18_whole_engine": {
         "12422": "335 + 11_947 + 140",
         "1943": "335 + 468 + 1140",
         "3000": "335 + 2665",
+        "54": "29e9 / 538e6",
     },
-    "A_service": {"332": "318 + 14", "51": "71 - 19 - 1"},
+    "A_service": {
+        "332": "318 + 14",
+        "51": "71 - 19 - 1",
+        "468": "18_whole_engine",
+    },
     "B_many_devices": {
         "18.6": "538e6 / 29e9 * 1e3",
         "6.2": "538e6 / 29e9 * 1e3 / 3",
         "12.4": "538e6 / 29e9 * 1e3 * 2 / 3",
         "16384": "49_152 / 3",
         "38400": "761_728 - 723_328",
+        "116.4": "18_whole_engine",
+        "117.7": "18_whole_engine",
     },
 }

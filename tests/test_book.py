@@ -342,6 +342,7 @@ def test_every_page_can_be_passed_on(site, pages):
         assert (path.parent / tags["og:image"]).is_file()
         if path.parent.name == "notebooks":
             descriptions[path.name] = tags["description"]
+            assert tags["og:image"] in [image["src"] for image in page.select(".figure-box img")]
     assert len(set(descriptions.values())) == len(descriptions)
     ends = "In those steps, what share of the slots that are held has a token in it?"
     assert descriptions["07_paging.html"].endswith(ends)

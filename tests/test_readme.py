@@ -167,7 +167,7 @@ def test_the_picture_shows_the_figures_of_the_tables(picture):
     assert f"| **spindle** | {dots['one stream'][1]} | {dots['eight streams'][1]} |" in README
     theirs = [dots["transformers, one stream"][1], dots["transformers, eight"][1]]
     assert "| transformers, `generate` | {} · 1.68 | {} · 2.43 |".format(*theirs) in README
-    rows, speed = dots["one stream, five guesses a pass"]
+    rows, speed = dots["one stream, quoting, five guesses"]
     assert rows == 1 + 5 and f"| | 5 | 5.38 | 53.2 → {speed} |" in FIGURES
 
 

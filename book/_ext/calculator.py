@@ -89,7 +89,7 @@ def figures(
 
     least = break_even(k, price(k + 1) / price(1) + k * draft_cost)
     worth = tokens - k * draft_cost  # what is left of a pass once its drafts are paid
-    users = users_that_gain.right(knee, worth, k) if worth >= 1 else 0.0
+    users = users_that_gain.right(knee, worth, k) if worth > 1 else 0.0
     one = predict({k: 1}, a, lambda rows: price(rows) / price(1), draft_cost)
     return {
         "weights_gb": nbytes / 1e9,

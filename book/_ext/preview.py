@@ -1,6 +1,6 @@
 """What a page looks like where somebody passes its link on: a title, a question, a picture.
 
-A chapter's description is its opening question, with as much before it as fits; its picture is its
+A chapter's description is its first sentences, as many as fit, and its opening question; its picture is its
 first figure. Other pages have their first paragraph, and the figure of the cover. Addresses of
 pictures are absolute where the site's own is known (html_baseurl), as most readers of such a
 preview ask for; else they are relative.
@@ -8,7 +8,9 @@ preview ask for; else they are relative.
 
 import re
 from html import escape
+from posixpath import basename
 from typing import Any
+from urllib.parse import unquote
 
 from docutils import nodes
 from sphinx.application import Sphinx
@@ -40,9 +42,9 @@ def describe(
 
 def picture(app: Sphinx, doctree: nodes.document) -> str:
     """The first figure of a page, or the card of the cover, as a path from the site's root."""
-    images = (node["uri"] for node in doctree.findall(nodes.image))
-    names = (app.builder.images.get(uri) for uri in images)
-    return next((f"_images/{name}" for name in names if name), CARD)
+    copied = set(app.builder.images.values())
+    names = (unquote(basename(node["uri"])) for node in doctree.findall(nodes.image))
+    return next((f"_images/{name}" for name in names if name in copied), CARD)  # written by now
 
 
 def description(doctree: nodes.document, docname: str) -> str:
@@ -58,24 +60,22 @@ def description(doctree: nodes.document, docname: str) -> str:
         for bold in paragraph.findall(nodes.strong):
             if "?" in bold.astext() and docname.startswith("notebooks/"):
                 before = " ".join(node.astext() for node in paragraphs[: at + 1])
-                return ending(before[: before.rindex(bold.astext())] + bold.astext())
+                return question(before[: before.rindex(bold.astext())], bold.astext())
     return beginning(paragraphs[0].astext()) if paragraphs else ""
 
 
-def ending(text: str) -> str:
-    """The last sentences of a text, as many as fit."""
-    sentences = SENTENCE.split(" ".join(text.split()))
-    chosen = [sentences.pop()]
-    while sentences and len(" ".join([sentences[-1], *chosen])) <= LENGTH:
-        chosen.insert(0, sentences.pop())
-    return " ".join(chosen)
+def question(before: str, asked: str) -> str:
+    """A question, and the first sentences of what leads up to it, as many as fit."""
+    lead, asked = " ".join(before.split()), " ".join(asked.split())
+    first = beginning(lead, LENGTH - len(asked))
+    return f"{first}{'' if first == lead else ' …'} {asked}".strip()
 
 
-def beginning(text: str) -> str:
+def beginning(text: str, length: int = LENGTH) -> str:
     """The first sentences of a text, as many as fit, and one at the least."""
     first, *sentences = SENTENCE.split(" ".join(text.split()))
     for sentence in sentences:
-        if len(first) + 1 + len(sentence) > LENGTH:
+        if len(first) + 1 + len(sentence) > length:
             break
         first = f"{first} {sentence}"
     return first

@@ -32,7 +32,7 @@ function figures({ weights_m, weight_bytes, memory_gb_s, gflop_s, k, acceptance,
   const cost = price(k + 1) / price(1) + k * draft_cost;
   const least = breakEven(k, cost);
   const worth = tokens - k * draft_cost; // what is left of a pass once its drafts are paid
-  const users = worth >= 1 ? (knee * worth) / (k + 1) : 0;
+  const users = worth > 1 ? (knee * worth) / (k + 1) : 0; // drafts that bring nothing pay nobody
   return {
     weights_gb: bytes / 1e9,
     passes_s: passes,
