@@ -418,7 +418,7 @@ def _square(ax: Axes, column: float, row: float, value: float, numbers: bool) ->
     fill = Rectangle((column, row), 0.94, 0.94, color=COLOURS["predicted"], alpha=value, lw=0)
     ax.add_patch(fill)
     if numbers and value >= 0.005:
-        ink = "white" if value > 0.5 else COLOURS["ink"]
+        ink = "white" if value > 0.85 else COLOURS["ink"]
         text = f"{value:.2f}".removeprefix("0")
         ax.text(column + 0.47, row + 0.47, text, ha="center", va="center", fontsize=8, color=ink)
 

@@ -50,6 +50,7 @@ def name_figures(app: Sphinx, doctree: nodes.document, docname: str) -> None:
     players = [node for output in outputs for node in output.findall(nodes.raw)]
     for number, (image, text) in enumerate(zip(images, words, strict=True), 1):
         image["alt"] = text or f"A figure of the section “{section_of(image)}”."
+        image["width"] = "100%"  # then Sphinx links it to itself: on a phone one wants it alone
         frame(image, "figure", number)
     for number, player in enumerate(players, 1):
         frame(player, "player", number)
