@@ -47,6 +47,10 @@ OPTIONS = (
     f"--remote-allow-origins=http://{HOST}",
     f"--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE {HOST}",
 )
+# The pictures that say nothing to who does not see them.
+WORDLESS = """[...document.querySelectorAll("img:not([alt]), img[alt='']")]
+  .filter(e => e.getAttribute("aria-hidden") !== "true" && !e.closest(".navbar-brand"))
+  .map(e => e.getAttribute("src")).join(" ")"""
 # How wide the page is if it scrolls sideways, and what sticks out that no box of its own scrolls.
 SIDEWAYS = """(() => {
   const page = document.scrollingElement, width = document.documentElement.clientWidth;
@@ -243,7 +247,7 @@ def check_page(
     """Every fault of one page; `keep` is given a name and a PNG of each of its looks."""
     tab.look(WIDTHS[0], SCHEMES[0])
     tab.open(f"{home}/{page}")
-    found = []
+    found = [f"without words: {names}"] if (names := tab.run(WORDLESS)) else []
     for width in WIDTHS:
         for scheme in SCHEMES:
             tab.look(width, scheme)

@@ -2,8 +2,8 @@
 
 Text goes to stdout and everything else to stderr, so that a pipe gets the text alone. The exit
 status is 0 when it is done, 1 for a fault of ours, 2 for a fault in what we were given (one line
-says which), 130 after Ctrl-C, 141 when the reader of our output has gone away. Torch takes seconds
-to import, so only what needs it imports it.
+says which), 3 if `batch` is done but for lines that it refused, 130 after Ctrl-C, 141 when the
+reader of our output has gone away. Torch takes seconds to import, so only what needs it imports it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from spindle.serve.outputs import Completion
     from spindle.tokenizer import Tokenizer
 
-OUR_FAULT, USER_FAULT, INTERRUPTED, NO_READER = 1, 2, 130, 141  # shells count 128 + the signal
+OUR_FAULT, USER_FAULT, REFUSED = 1, 2, 3
+INTERRUPTED, NO_READER = 130, 141  # shells count 128 + the signal
 
 ERROR = "spindle: error: "
 LONGEST = 1000  # characters of an error: an option's value may be a whole file
@@ -90,9 +91,10 @@ whatever means: a line that has its result in OUT is not run again. OUT must hav
 lines, this model and these options; lines may be added to IN meanwhile, and refused ones mended.
 
 A line that cannot be run is told on stderr with its number, and has no result; with --errors FILE,
-which begins anew each time, it is written there too, and the status is 2. Without a seed in its
-body a line draws by its custom_id. With batch invariance the results are the same however often it
-was stopped, and with any number of replicas: that is the default where native code makes it cheap
+which begins anew each time, it is written there too. If all lines are done but for such ones, the
+status is 3; 2 is for what ended the whole, such as a full disk. Without a seed in its body a line
+draws by its custom_id. With batch invariance the results are the same however often it was
+stopped, and with any number of replicas: that is the default where native code makes it cheap
 (float32 on a CPU); elsewhere each token would have a pass of its own.
 """
 SERVE_EXAMPLES = r"""examples:
@@ -610,10 +612,10 @@ def chat(args: argparse.Namespace) -> int:
 
 
 def batch(args: argparse.Namespace) -> int:
-    """Answer a file of prompts; the status is 2 if lines were refused."""
+    """Answer a file of prompts; the status is 3 if all is done, but for lines that were refused."""
     from spindle.batch.command import run
 
-    return USER_FAULT if run(args) else 0
+    return REFUSED if run(args) else 0
 
 
 def serve(args: argparse.Namespace) -> int:

@@ -108,7 +108,7 @@ def panels(width: float, height: float, title: str, count: int, **how: Any) -> t
     return fig, axes
 
 
-class Picture(Figure):
+class _Picture(Figure):
     """A figure whose repr says what it shows, for whoever does not see it."""
 
     def __repr__(self) -> str:
@@ -120,20 +120,21 @@ class Picture(Figure):
         return f"<Figure: {'. '.join(dict.fromkeys(sentences))}.>"
 
 
-def _axes(down: int, across: int, size: tuple[float, float], **how: Any) -> tuple[Picture, Any]:
+def _axes(down: int, across: int, size: tuple[float, float], **how: Any) -> tuple[_Picture, Any]:
     """A figure of that many axes, in the book's style."""
     style()
-    fig, axes = plt.subplots(down, across, figsize=size, FigureClass=Picture, **how)
-    assert isinstance(fig, Picture)
+    fig, axes = plt.subplots(down, across, figsize=size, FigureClass=_Picture, **how)
+    assert isinstance(fig, _Picture)
     return fig, axes
 
 
 def _said(ax: Axes) -> str:
-    """Its title, what its axes are called, and the lines that have a name instead of a number."""
+    """Its title, what its axes are called, and lines and columns that have names, not numbers."""
     title = ax.get_title("left") or ax.get_title()
     across, up, names = ax.get_xlabel(), ax.get_ylabel(), _labels(ax.get_yticklabels())
     parts = [title, f"Across: {across}" * bool(across), f"Up: {up}" * bool(up)]
-    return ". ".join(part for part in [*parts, _listed("Lines", names)] if part)
+    parts += [_listed("Lines", names), _listed("Columns", _labels(ax.get_xticklabels()))]
+    return ". ".join(part for part in parts if part)
 
 
 def _labels(texts: Iterable[Text]) -> list[str]:

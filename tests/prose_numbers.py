@@ -1,4 +1,4 @@
-"""Numbers in the chapters' prose that no output of the chapter shows: what each is made of, or from.
+"""Numbers in the chapters' prose that the chapter does not show: what each is made of, or from.
 
 A string that Python can work out is worked out. One that names another notebook ("07_paging") is
 looked for in what that shows. One that begins with a capital names a source.

@@ -139,7 +139,7 @@ def test_what_stands_around_a_line_is_no_part_of_it(tmp_path, out, source):
 
 def test_the_name_of_the_model_is_what_bodies_call_it(tmp_path, out, capsys):
     source = write(tmp_path / "in.jsonl", [line("a", model="gpt"), line("b", model="tiny")])
-    assert batch(source, out, "-q", "--served-model-name", "gpt") == 2
+    assert batch(source, out, "-q", "--served-model-name", "gpt") == 3
     assert [one["response"]["body"]["model"] for one in answers(out).values()] == ["gpt"]
     right = "expected 'gpt', which runs here (--served-model-name names it otherwise)"
     assert capsys.readouterr().err == f"{source}: line 2: model='tiny': {right}\n"
@@ -180,7 +180,7 @@ def test_bad_lines_are_told_with_their_numbers_and_the_others_answered(tmp_path,
     texts = [entry if isinstance(entry, str) else named[n] for n, (entry, _, _) in enumerate(BAD)]
     entries = [LINES[0], *texts, LINES[1]]
     source, errors = write(tmp_path / "in.jsonl", entries), tmp_path / "errors.jsonl"
-    assert batch(source, out, "--quiet", "--errors", errors) == 2
+    assert batch(source, out, "--quiet", "--errors", errors) == 3
     assert answers(out).keys() == {"greedy", "drawn"}
     told = sorted(capsys.readouterr().err.splitlines(), key=lambda one: int(one.split()[2][:-1]))
     written = sorted(map(json.loads, errors.read_text().splitlines()), key=lambda one: one["line"])
@@ -196,7 +196,7 @@ def test_bad_lines_are_told_with_their_numbers_and_the_others_answered(tmp_path,
 def test_a_mended_line_is_the_only_one_that_is_run_again(tmp_path, out, capsys):
     bad = line("x", temperature=-1)
     source = write(tmp_path / "in.jsonl", [*LINES, bad])
-    assert batch(source, out, "--errors", errors := tmp_path / "errors.jsonl") == 2
+    assert batch(source, out, "--errors", errors := tmp_path / "errors.jsonl") == 3
     before = out.read_bytes()
     write(source, [*LINES, line("x", temperature=0), line("more")])
     capsys.readouterr()
@@ -415,6 +415,27 @@ def test_the_digest_is_that_of_the_weights(tmp_path):
     assert digest_of(work.EngineOptions(str(copy))) != digest_of(options)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_no_answer_is_lost_because_stderr_is_full(source, out):
+    source.write_text(f"nonsense\n{source.read_text()}")
+    program = [sys.executable, "-m", "spindle", "batch", source, out, *TINY]
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(program, stderr=full).returncode == 3
+    assert len(answers(out)) == len(LINES)
+
+
+def test_the_digest_is_that_of_every_byte(tmp_path):
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((hub.resolve("tiny") / name).read_bytes())
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(40 * 2**20)
+    before = digest_of(work.EngineOptions(str(tmp_path)))
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.seek(20 * 2**20)
+        file.write(b"\x01")
+    assert digest_of(work.EngineOptions(str(tmp_path))) != before
+
+
 def test_of_two_at_once_the_second_is_refused(source, out, capsys):
     with Results(out):
         assert batch(source, out, "-q") == 2
@@ -567,7 +588,7 @@ def test_two_engines_of_a_cluster_give_what_one_gives(source, tmp_path, out):
     entries = [*LINES, *(line(f"more {n}", temperature=n / 4) for n in range(12)), "bad"]
     write(source, entries)
     whole = tmp_path / "whole.jsonl"
-    assert batch(source, whole, "-q") == 2  # for its last line
+    assert batch(source, whole, "-q") == 3  # for its last line
     out.write_bytes(b"".join(whole.read_bytes().splitlines(keepends=True)[:3]) + b'{"id": ')
     program = [sys.executable, "-m", "spindle", "batch", source, out, *TINY, "--replicas", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -578,7 +599,7 @@ def test_two_engines_of_a_cluster_give_what_one_gives(source, tmp_path, out):
     else:
         pytest.skip("Ray did not start, which happens where the machine is very busy")
     bad, unused, summary = run.stderr.splitlines()
-    assert (run.returncode, run.stdout) == (2, "")
+    assert (run.returncode, run.stdout) == (3, "")
     assert bad.startswith(f"{source}: line 21: not JSON") and unused.endswith(" user")
     assert summary.startswith("17 lines answered, 3 before, 1 refused · ")
     assert answers(out) == answers(whole)

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import time
 from typing import Any
 
 import pytest
@@ -227,6 +228,14 @@ def test_bytes_that_are_no_body_are_refused(data, words):
     with pytest.raises(BodyError) as info:
         read_body(data)
     assert words in str(info.value) and len(str(info.value)) < 400
+
+
+def test_the_last_of_many_names_given_twice_is_found_in_one_look():
+    names = [f'"{n}": 1' for n in range(100_000)]
+    start = time.process_time()
+    with pytest.raises(BodyError, match="99999: given twice"):
+        read_body(f"{{{', '.join([*names, names[-1]])}}}".encode())
+    assert time.process_time() - start < 20  # name by name it takes minutes
 
 
 # How answers are written.

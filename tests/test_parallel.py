@@ -159,7 +159,7 @@ def test_batch_invariant_is_so_with_three_ranks(three):
 
 
 def test_a_draft_model_is_whole_in_every_rank(root, two):
-    right = speculated(root)
+    right = speculated(root)  # also drawn, with as many drafts in a pass
     assert [found["speculated"] for found in two] == [right, right]
 
 

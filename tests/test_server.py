@@ -65,6 +65,7 @@ def served(llm, **options):
         yield it
         assert it.wait_idle(LONG_S)
         assert {it.stats[key] for key in ("waiting", "running", "blocks_held")} == {0}
+        assert it._engine._answers == 0  # the queue has all its places
         assert "has ended" not in (it._engine.trouble or "")
     left = {thread.name for thread in set(threading.enumerate()) - before}
     assert not any(name.startswith(("spindle", "asyncio")) for name in left)

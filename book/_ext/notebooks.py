@@ -17,6 +17,11 @@ ARCHIVE = "spindle-notebooks.zip"
 LINK = (
     '<a class="headerlink" href="#{0}" title="Link to this {1}" aria-label="Link to this {1}">#</a>'
 )
+READ_ME = """\
+The notebooks of spindle. They import the package, which this file does not hold: they run in a copy
+of the repository (`make lab` opens them there), or wherever `pip install -e PATH[notebooks]` has
+installed it.
+"""
 SAID = "<Figure: "  # before the words of a figure of spindle.plots
 
 
@@ -99,6 +104,7 @@ def pack(app: Sphinx, error: Exception | None) -> None:
             entry = zipfile.ZipInfo(path.relative_to(root).as_posix())  # of 1980, whoever builds
             entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
             archive.writestr(entry, path.read_bytes())
+        archive.writestr(zipfile.ZipInfo("README.txt"), READ_ME)
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

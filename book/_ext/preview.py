@@ -1,9 +1,9 @@
 """What a page looks like where somebody passes its link on: a title, a question, a picture.
 
-A chapter's description is its first sentences, as many as fit, and its opening question; its picture is its
-first figure. Other pages have their first paragraph, and the figure of the cover. Addresses of
-pictures are absolute where the site's own is known (html_baseurl), as most readers of such a
-preview ask for; else they are relative.
+A chapter's description is its first sentences, as many as fit, and its opening question; its
+picture is its first figure. Other pages have their first paragraph, and the figure of the cover.
+Addresses of pictures are absolute where the site's own is known (html_baseurl), as most readers of
+such a preview ask for; else they are relative.
 """
 
 import re

@@ -9,7 +9,7 @@ import sqlite3
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from itertools import combinations
 from pathlib import Path
 from typing import IO
@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from spindle.batch.digest import digest_of
 from spindle.batch.ledger import Ledger
-from spindle.batch.lines import Refused, RunWith, Task, numbered, read_line, tasks
+from spindle.batch.lines import RESULT_ID, Refused, RunWith, Task, numbered, read_line, tasks
 from spindle.batch.results import Results
 from spindle.batch.work import Ended, EngineOptions, answer_here, engine
 from spindle.decode.params import check_count
@@ -163,11 +163,13 @@ class Journal:
 
     def _refuse(self, refused: Refused) -> None:
         words = f"{self._source}: line {refused.number}: {refused.error}"
-        tqdm.write(brief(words), file=sys.stderr)
+        _tell(brief(words))
         if self._errors is None:
             return
-        answer = {"status_code": refused.status_code, "body": error_body(refused.error)}
-        where = {"custom_id": refused.custom_id, "line": refused.number}
+        its_id = f"{RESULT_ID}line_{refused.number}"
+        answer = {"status_code": refused.status_code, "request_id": its_id}
+        answer["body"] = error_body(refused.error)
+        where = {"id": its_id, "custom_id": refused.custom_id, "line": refused.number}
         line = where | {"response": answer, "error": None}
         try:
             print(json.dumps(line), file=self._errors, flush=True)
@@ -180,10 +182,15 @@ class Journal:
         if self._quiet:
             return
         if self._unused:
-            print(f"without effect here: {', '.join(sorted(self._unused))}", file=sys.stderr)
+            _tell(f"without effect here: {', '.join(sorted(self._unused))}")
         seconds = time.perf_counter() - self._start
-        print(
+        _tell(
             f"{self.answered} lines answered, {self._before} before, {self.refused} refused · "
-            f"{seconds:.2f} s · {self._new_tokens / seconds:.1f} tok/s",
-            file=sys.stderr,
+            f"{seconds:.2f} s · {self._new_tokens / seconds:.1f} tok/s"
         )
+
+
+def _tell(words: str) -> None:
+    """Say it on stderr, above the bar; where that cannot be written, no answer is lost for it."""
+    with suppress(OSError):
+        tqdm.write(words, file=sys.stderr)

@@ -18,6 +18,7 @@ from spindle.decode.params import check_count
 from spindle.decode.sampling import DRAFT, SamplingRows, adjust, draw, inverse_cdf, probabilities
 from spindle.errors import RequestError, shown
 from spindle.model.layers import Model, layer_weights
+from spindle.model.split import ranks_of
 from spindle.tokenizer import Tokenizer, check_ids
 
 
@@ -190,7 +191,8 @@ class ModelDrafter(Drafter):
 
     def cost(self, target: Model) -> float:
         """The share of the target's bytes that the draft model's weights have."""
-        return pass_bytes(self.engine.model) / pass_bytes(target)
+        whole = ranks_of(target) * pass_bytes(target)
+        return pass_bytes(self.engine.model) / whole
 
     def check(self, target: Model) -> None:
         """RequestError: the tokenizers differ, where both are known."""
@@ -270,7 +272,7 @@ def aligned(logits: Tensor, vocab_size: int) -> Tensor:
 
 
 def pass_bytes(model: Model) -> int:
-    """Bytes of the matrices that a pass reads: those of the layers, and the head."""
+    """Bytes of the matrices that a pass reads: those of the layers, and the head; of one rank."""
     return sum(weight.nbytes for weight in [*layer_weights(model), model.head])
 
 

@@ -72,6 +72,12 @@ def _along(d: int, start: int, stop: int) -> Index:
     return (*[slice(None)] * d, slice(start, stop))
 
 
+def ranks_of(model: object) -> int:
+    """How many ranks have a part of the model each; 1 for a whole one."""
+    tables = (its for its in vars(model).values() if isinstance(its, SplitTable))
+    return next((table.ranks.count for table in tables), 1)
+
+
 class SplitTable:
     """A rank's rows [V/n, E] of a token embedding, which looks up ids of the whole vocabulary.
 
