@@ -76,16 +76,16 @@ class Engine(StaticRows):
         """
         if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes):
             raise RequestError(f"prompts={shown(prompts)}: expected a list of lists of token ids")
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-        if not isinstance(each, Sequence) or not all(isinstance(x, SamplingParams) for x in each):
+        count = len(prompts)
+        if not 1 <= count <= self.rows:
             raise RequestError(
-                f"params={shown(params)}: expected SamplingParams, or a list of them"
+                f"{count} prompts; expected 1 to {self.rows}, which are the engine's rows"
             )
-        if len(each) != len(prompts) or not 1 <= len(prompts) <= self.rows:
-            raise RequestError(
-                f"{len(prompts)} prompts and {len(each)} parameters; expected as many of both, 1 "
-                f"to {self.rows}, which are the engine's rows"
-            )
+        each = [params] * count if isinstance(params, SamplingParams) else params
+        fits = isinstance(each, Sequence) and len(each) == count
+        if not fits or not all(isinstance(one, SamplingParams) for one in each):
+            right = f"expected SamplingParams, or a list of them, one for each of {count} prompts"
+            raise RequestError(f"params={shown(params)}: {right}")
         checked = [self._checked(ids) for ids in prompts]
         for one in each:
             self._check_single(one)
