@@ -74,7 +74,8 @@ def plain_docstring(
     app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]
 ) -> None:
     """Our docstrings are plain text: make them reStructuredText that says the same."""
-    lines[:] = to_rst(lines)
+    of_namedtuple = lines[:1] and lines[0].startswith("Alias for field number")  # no word of ours
+    lines[:] = [] if of_namedtuple else to_rst(lines)
 
 
 def to_rst(lines: list[str]) -> list[str]:

@@ -100,11 +100,11 @@ def pack(app: Sphinx, error: Exception | None) -> None:
     root = Path(app.srcdir)
     files = sorted([*root.glob("notebooks/*.ipynb"), *root.glob("notebooks/answers/*.ipynb")])
     with zipfile.ZipFile(Path(app.outdir) / "_static" / ARCHIVE, "w") as archive:
+        archive.writestr(zipfile.ZipInfo("README.txt"), READ_ME)
         for path in files:
             entry = zipfile.ZipInfo(path.relative_to(root).as_posix())  # of 1980, whoever builds
             entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
             archive.writestr(entry, path.read_bytes())
-        archive.writestr(zipfile.ZipInfo("README.txt"), READ_ME)
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
