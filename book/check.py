@@ -47,7 +47,7 @@ OPTIONS = (
     f"--remote-allow-origins=http://{HOST}",
     f"--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE {HOST}",
 )
-# The pictures that say nothing to who does not see them.
+# The pictures without words for whoever does not see them.
 WORDLESS = """[...document.querySelectorAll("img:not([alt]), img[alt='']")]
   .filter(e => e.getAttribute("aria-hidden") !== "true" && !e.closest(".navbar-brand"))
   .map(e => e.getAttribute("src")).join(" ")"""

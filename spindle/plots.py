@@ -103,9 +103,7 @@ def figure(
 
 def panels(width: float, height: float, title: str, count: int, **how: Any) -> tuple[Figure, Any]:
     """As `figure`, with `count` axes side by side; `how` goes to matplotlib's `subplots`."""
-    fig, axes = _axes(1, count, (width, height), layout="constrained", **how)
-    _claim(fig, title)
-    return fig, axes
+    return _claimed(1, count, (width, height), title, **how)
 
 
 class _Picture(Figure):
@@ -128,6 +126,22 @@ def _axes(down: int, across: int, size: tuple[float, float], **how: Any) -> tupl
     return fig, axes
 
 
+def _claimed(
+    down: int, across: int, size: tuple[float, float], title: str, **how: Any
+) -> tuple[_Picture, Any]:
+    """The same under a title that states the claim, in lines of which a phone shows the whole."""
+    fig, axes = _axes(down, across, size, layout="constrained", **how)
+    lines = textwrap.fill(title, width=int(fig.get_figwidth() * 6))
+    fig.suptitle(lines, x=0.01, ha="left", fontsize=13, fontweight="bold")
+    return fig, axes
+
+
+def _stacked(height: float, heights: Sequence[float], title: str) -> tuple[_Picture, Any]:
+    """The same with axes under one another that share what is across; `height` is of them all."""
+    how: Any = {"sharex": True, "squeeze": False, "height_ratios": heights}
+    return _claimed(len(heights), 1, (8, height), title, **how)
+
+
 def _said(ax: Axes) -> str:
     """Its title, what its axes are called, and lines and columns that have names, not numbers."""
     title = ax.get_title("left") or ax.get_title()
@@ -147,11 +161,6 @@ def _listed(name: str, words: Sequence[str]) -> str:
     """The first dozen."""
     more = f" and {len(words) - 12} more" * (len(words) > 12)
     return f"{name}: {'; '.join(words[:12])}{more}" if words else ""
-
-
-def _claim(fig: Figure, title: str) -> None:
-    lines = textwrap.fill(title, width=int(fig.get_figwidth() * 6))  # a phone shows so much
-    fig.suptitle(lines, x=0.01, ha="left", fontsize=13, fontweight="bold")
 
 
 # --- tokens a second against rows in a pass -----------------------------------------------------
@@ -335,8 +344,7 @@ def growth(panels: Sequence[GrowthPanel], title: str) -> Figure:
     """
     across, down = min(2, len(panels)), math.ceil(len(panels) / 2)
     size = (4.5 * across, 0.6 + 3.3 * down)
-    fig, axes = _axes(down, across, size, layout="constrained", squeeze=False)
-    _claim(fig, title)
+    fig, axes = _claimed(down, across, size, title, squeeze=False)
     for ax, panel in zip(axes.flat, panels, strict=False):
         _grow(ax, GrowthPanel(*panel))
     for ax in axes.flat[len(panels) :]:
@@ -513,10 +521,7 @@ def timeline(
     fills = colours_of([cell.name for cells in made.values() for cell in cells], colours)
     places = [_seats(cells) if lines == "seat" else _own_lines(cells) for cells in made.values()]
     heights = [1 + max(at.values()) for at in places]
-    size = (8, 1.05 + 0.55 * len(made) + 0.24 * sum(heights))
-    how: Any = {"sharex": True, "squeeze": False, "layout": "constrained"}
-    fig, axes = _axes(len(made), 1, size, height_ratios=heights, **how)
-    _claim(fig, title)
+    fig, axes = _stacked(1.05 + 0.55 * len(made) + 0.24 * sum(heights), heights, title)
     panels = zip(axes[:, 0], made.items(), places, heights, strict=True)
     for ax, (name, cells), at, height in panels:
         if lines == "sequence":
@@ -672,11 +677,8 @@ def token_times(
     window: the times to show, from and to; by default all.
     """
     fills = colours_of([name for its in runs.values() for name in its], colours)
-    size = (8, 0.9 + sum(0.5 + 0.2 * len(its) for its in runs.values()))
-    how: Any = {"sharex": True, "squeeze": False, "layout": "constrained"}
     heights = [len(its) for its in runs.values()]
-    fig, axes = _axes(len(runs), 1, size, height_ratios=heights, **how)
-    _claim(fig, title)
+    fig, axes = _stacked(0.9 + 0.5 * len(runs) + 0.2 * sum(heights), heights, title)
     for ax, (name, its) in zip(axes[:, 0], runs.items(), strict=True):
         for line, (request, times) in enumerate(its.items()):
             ax.vlines(times, line - 0.36, line + 0.36, color=fills[request], lw=1.5)

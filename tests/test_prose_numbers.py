@@ -71,10 +71,10 @@ def is_rounded(number: str, value: float) -> bool:
 
 def is_given(number: str, words: str) -> bool:
     """Whether it comes of the calculation, is shown by that notebook, or a source is named."""
-    if words[0].isupper() and " " in words:
-        return True
     if (other := NOTEBOOKS / f"{words}.ipynb").exists():
         return is_shown(number, other)
+    if words[0].isupper():
+        return True
     return is_rounded(number, eval(words, {"e": math.e, "ceil": math.ceil}))
 
 

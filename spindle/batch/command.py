@@ -18,7 +18,16 @@ from tqdm import tqdm
 
 from spindle.batch.digest import digest_of
 from spindle.batch.ledger import Ledger
-from spindle.batch.lines import RESULT_ID, Refused, RunWith, Task, numbered, read_line, tasks
+from spindle.batch.lines import (
+    RESULT_ID,
+    Refused,
+    RunWith,
+    Task,
+    numbered,
+    read_line,
+    result,
+    tasks,
+)
 from spindle.batch.results import Results
 from spindle.batch.work import Ended, EngineOptions, answer_here, engine
 from spindle.decode.params import check_count
@@ -166,11 +175,9 @@ class Journal:
         _tell(brief(words))
         if self._errors is None:
             return
-        its_id = f"{RESULT_ID}line_{refused.number}"
-        answer = {"status_code": refused.status_code, "request_id": its_id}
-        answer["body"] = error_body(refused.error)
-        where = {"id": its_id, "custom_id": refused.custom_id, "line": refused.number}
-        line = where | {"response": answer, "error": None}
+        its_id, body = f"{RESULT_ID}line_{refused.number}", error_body(refused.error)
+        line = result(its_id, refused.custom_id, refused.status_code, body)
+        line["line"] = refused.number
         try:
             print(json.dumps(line), file=self._errors, flush=True)
         except OSError as cause:
@@ -192,5 +199,6 @@ class Journal:
 
 def _tell(words: str) -> None:
     """Say it on stderr, above the bar; where that cannot be written, no answer is lost for it."""
-    with suppress(OSError):
-        tqdm.write(words, file=sys.stderr)
+    if sys.stderr is not None:  # it was closed before we began
+        with suppress(OSError):
+            tqdm.write(words, file=sys.stderr)

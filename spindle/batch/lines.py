@@ -55,6 +55,12 @@ class RunWith:
         return RESULT_ID + digest.hexdigest()[:32]
 
 
+def result(its_id: str, custom_id: str | None, status_code: int, body: Any) -> dict[str, Any]:
+    """How a line ended, in OpenAI's form."""
+    response = {"status_code": status_code, "request_id": its_id, "body": body}
+    return {"id": its_id, "custom_id": custom_id, "response": response, "error": None}
+
+
 def numbered(path: Path) -> Iterator[tuple[int, bytes]]:
     """The lines of a file and their numbers, from 1, without space around them or empty ones.
 

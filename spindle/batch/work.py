@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from spindle import hub
-from spindle.batch.lines import RESULT_ID, Refused, RunWith, Task
+from spindle.batch.lines import RESULT_ID, Refused, RunWith, Task, result
 from spindle.decode.params import SamplingParams
 from spindle.errors import NumericsError, SpindleError
 from spindle.interrupts import held_back
@@ -122,9 +122,7 @@ class Desk:
             model=self._run_with.model,
             created_s=int(time.time()),
         )
-        answer = {"status_code": 200, "request_id": result_id, "body": body}
-        result = {"id": result_id, "custom_id": task.custom_id, "response": answer, "error": None}
-        return Answer(task.number, result)
+        return Answer(task.number, result(result_id, task.custom_id, 200, body))
 
 
 def _seeded(task: Task, index: int) -> SamplingParams:

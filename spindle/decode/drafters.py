@@ -190,7 +190,7 @@ class ModelDrafter(Drafter):
         return self
 
     def cost(self, target: Model) -> float:
-        """The share of the target's bytes that the draft model's weights have."""
+        """The share of the whole target's bytes that the draft model's weights have."""
         whole = ranks_of(target) * pass_bytes(target)
         return pass_bytes(self.engine.model) / whole
 
@@ -272,7 +272,7 @@ def aligned(logits: Tensor, vocab_size: int) -> Tensor:
 
 
 def pass_bytes(model: Model) -> int:
-    """Bytes of the matrices that a pass reads: those of the layers, and the head; of one rank."""
+    """Bytes of the matrices that a pass reads: of its layers and its head. A rank has its part."""
     return sum(weight.nbytes for weight in [*layer_weights(model), model.head])
 
 
