@@ -20,7 +20,7 @@ from fuzz import batch_kills
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spindle import LLM, SamplingParams, Tokenizer, cli, hub, load_hf
+from spindle import LLM, SamplingParams, Tokenizer, cli, hub, load_hf, openai_form
 from spindle.batch import command, lines, results, work
 from spindle.batch.digest import digest_of
 from spindle.batch.ledger import Ledger
@@ -31,6 +31,7 @@ from spindle.openai_form import completion_request
 
 TINY = ("-m", "tiny", "--max-seqs", "4")
 RUN_WITH = RunWith("tiny", "digest")
+FIELDS = {*openai_form.COMPLETION_FIELDS, "method", "url", "body", "custom_id"}
 
 
 def line(custom_id: str, prompt: Any = "A list is", **body: Any) -> dict[str, Any]:
@@ -191,6 +192,8 @@ def test_bad_lines_are_told_with_their_numbers_and_the_others_answered(tmp_path,
         assert (error["line"], error["custom_id"]) == (number, wanted)
         answer = error["response"]
         assert answer["status_code"] == 400 and words in answer["body"]["error"]["message"]
+        field = words.partition("=")[0].partition(":")[0]
+        assert answer["body"]["error"]["param"] == field or field not in FIELDS
 
 
 def test_a_mended_line_is_the_only_one_that_is_run_again(tmp_path, out, capsys):

@@ -580,7 +580,6 @@ OTHER_WORDS = [
     (["--stop", ""], "--stop: '' at position 0: expected a string, not empty"),
     (["--stop-token-id", "-1"], "--stop-token-id: token id -1 at position 0"),
     (["--logprobs", "21", "--json"], "--logprobs=21: expected a whole number from 0 to 20"),
-    (["--samples", "2", "--temperature", "0"], "--samples=2: expected 1 at temperature=0"),
 ]
 
 

@@ -882,7 +882,6 @@ def test_numbers_of_numpy_become_plain_ones(field, value, stored):
         ({"stop_token_ids": [1] * 1025}, "^stop_token_ids: 1025 ids; expected at most 1024"),
         ({"min_tokens": 17}, "^min_tokens=17: expected at most max_tokens=16"),
         ({"min_tokens": 1, "max_tokens": 0}, "^min_tokens=1: expected at most max_tokens=0"),
-        ({"n": 2, "temperature": 0}, "^n=2: expected 1 at temperature=0"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -938,7 +937,6 @@ def test_defaults_are_vllms():
         (dict(best_of=0), "best_of=0"),
         (dict(best_of=True), "best_of=True"),
         (dict(best_of=2.0), "best_of=2.0"),
-        (dict(best_of=2, temperature=0), "best_of=2: expected 1 at temperature=0"),
     ],
 )
 def test_best_of_is_at_least_n(given, words):

@@ -27,7 +27,8 @@ from spindle.errors import RequestError
 from spindle.hub import resolve
 from spindle.openai_form import completion_request, token_text
 from spindle.serve.outputs import Completion, Metrics, RequestOutput
-from spindle.server import Options, serving
+from spindle.server import Options, run, serving
+from spindle.server.app import Service
 from spindle.server.chunks import Chunks
 from spindle.server.guard import _is_for_loopback
 from spindle.server.loop import MOST_FAILURES, EngineLoop
@@ -104,6 +105,7 @@ WAYS = {
     "greedy": GREEDY,
     "seeded": SEEDED,
     "three answers": SEEDED | {"n": 3},
+    "three greedy answers": GREEDY | {"n": 3},
     "a stop string": GREEDY | {"max_tokens": 40, "stop": [" is"]},
     "no tokens": GREEDY | {"max_tokens": 0},
     "penalties": SEEDED | {"presence_penalty": 0.5, "frequency_penalty": 0.3},
@@ -240,12 +242,26 @@ def test_best_of_gives_the_likeliest(client, parts):
         client.completions.create(model=NAME, prompt="A list is", **fields, stream=True)
 
 
+def test_greedy_answers_are_all_equal(client):
+    """As OpenAI gives them; with logprobs, and where the best of them are asked for, too."""
+    call = {"model": NAME, "prompt": "A list is", "logprobs": 2, **GREEDY}
+    (one,) = client.completions.create(**call).choices
+    for fields in ({"n": 3}, {"n": 2, "best_of": 3}):
+        several = client.completions.create(**call, **fields)
+        assert [choice.index for choice in several.choices] == list(range(fields["n"]))
+        for choice in several.choices:
+            assert choice.text == one.text
+            assert choice.logprobs.tokens == one.logprobs.tokens
+        assert several.usage.completion_tokens == fields["n"] * 12
+
+
 def test_models_are_listed(client):
     (model,) = client.models.list()
     assert (model.id, model.max_model_len) == (NAME, 128)
     assert client.models.retrieve(NAME) == model
-    with pytest.raises(openai.NotFoundError, match="'other' is not here"):
+    with pytest.raises(openai.NotFoundError, match="'other' is not here") as caught:
         client.models.retrieve("other")
+    assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
 
 
 # --- many at once --------------------------------------------------------------------------------
@@ -403,6 +419,19 @@ def test_a_client_that_hangs_up_holds_nothing(parts, monkeypatch, streamed):
         assert scraped(it)['spindle_answers_total{"finish_reason": "abort"}'] == 2
 
 
+def test_a_client_that_has_only_ended_what_it_sends_counts_as_gone(parts, monkeypatch):
+    """Its FIN is that of one that hangs up."""
+    gone, submitted = told(monkeypatch, "cancel"), told(monkeypatch, "submit")
+    llm = engine(parts)
+    gate = Gate(llm)
+    with served(llm) as it, post(it.port, ENDLESS) as connection:
+        assert submitted.acquire(timeout=LONG_S)
+        connection.shutdown(socket.SHUT_WR)
+        assert gone.acquire(timeout=LONG_S)
+        gate.open()
+        assert connection.recv(2**16) == b""
+
+
 def test_a_client_that_hangs_up_while_it_waits_is_not_run(parts, monkeypatch):
     gone, submitted = told(monkeypatch, "cancel"), told(monkeypatch, "submit")
     llm = engine(parts, max_seqs=1)
@@ -553,7 +582,7 @@ BODIES = {
     "no UTF-8": (b'{"prompt": "\xff"}', 400, None),
     "UTF-16": ('{"prompt": "a"}'.encode("utf-16"), 400, None),
     "half a pair": (rb'{"prompt": "\ud800"}', 400, "prompt"),
-    "half a pair for a model": (rb'{"prompt": "a", "model": "\ud800"}', 404, None),
+    "half a pair for a model": (rb'{"prompt": "a", "model": "\ud800"}', 404, "model"),
     "half a pair for a field": (rb'{"prompt": "a", "\ud800": 1}', 400, "\\ud800"),
     "half a pair for a stop": (rb'{"prompt": "a", "stop": "\ud800", "max_tokens": 1}', 200, None),
     "deep": (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, None),
@@ -566,8 +595,10 @@ BODIES = {
     "an id too many": (b'{"prompt": [4096]}', 400, "prompt"),
     "an unknown field": (b'{"prompt": "a", "temperatures": 1}', 400, "temperatures"),
     "tools": (b'{"prompt": "a", "tools": [1]}', 400, "tools"),
-    "a stop id": (b'{"prompt": "a", "stop_token_ids": [5000]}', 400, None),
-    "another model": (b'{"prompt": "a", "model": "gpt-4"}', 404, None),
+    "a stop id": (b'{"prompt": "a", "stop_token_ids": [5000]}', 400, "stop_token_ids"),
+    "another model": (b'{"prompt": "a", "model": "gpt-4"}', 404, "model"),
+    "a stream of the best": (b'{"prompt": "a", "best_of": 2, "stream": true}', 400, "best_of"),
+    "a number for a stop": (b'{"prompt": "a", "stop": 5}', 400, "stop"),
 }
 
 
@@ -606,6 +637,45 @@ def test_a_body_is_json_by_name(live, kind):
     head = {"content-type": kind}
     answer = web("POST", f"{live.url}/completions", content=b'{"prompt": "a"}', headers=head)
     assert answer.status_code == 415 and error_in(answer)["code"] == "unsupported_media_type"
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+NO_HTTP = {
+    "words": (b"hello\r\n\r\n", 400, "illegal request line"),
+    "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01", 400, "illegal request line"),
+    "no host": (b"GET /health HTTP/1.1\r\n\r\n", 400, "Missing mandatory Host"),
+    "a bad length": (HEAD + b"Content-Length: -1\r\n\r\n", 400, "bad Content-Length"),
+    "a long head": (HEAD + b"X: %s\r\n\r\n" % (b"x" * 200_000), 431, "too long"),
+    "a coding": (HEAD + b"Transfer-Encoding: gzip\r\n\r\n", 501, "Transfer-Encoding"),
+}
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\nContent-Type: %s\r\n\r\n2\r\n{}\r\n"
+NO_HTTP["a chunk"] = (CHUNKED % b"application/json" + b"zz\r\n", 400, "illegal chunk header")
+
+
+@pytest.mark.parametrize("kind", NO_HTTP)
+def test_what_is_no_http_is_an_error_in_openais_form(live, caplog, kind):
+    """And an answer that was on its way to it fails for nobody."""
+    data, status, words = NO_HTTP[kind]
+    with socket.create_connection(("127.0.0.1", live.port), timeout=LONG_S) as connection:
+        connection.sendall(data)
+        head, body = response_on(connection)
+        with contextlib.suppress(ConnectionResetError):  # it was not read to its end
+            assert connection.recv(1) == b""
+    error = error_in(httpx.Response(int(head.split()[1]), text=body))
+    assert words in error["message"] and error["code"] == "invalid_http"
+    assert f" {status} " in head and "application/json" in head
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_an_answer_that_is_out_stays_one(live, caplog):
+    """What comes after it is none of its business; the connection is over."""
+    data = CHUNKED.partition(b"2\r\n")[0] % b"text/plain"
+    with socket.create_connection(("127.0.0.1", live.port), timeout=LONG_S) as connection:
+        connection.sendall(data)
+        assert "unsupported_media_type" in response_on(connection)[1]
+        connection.sendall(b"zz\r\n")
+        assert connection.recv(2**16) == b""
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_what_a_template_refuses_is_said_without_where_it_lies(client, parts):
@@ -655,11 +725,17 @@ def test_a_step_that_raises_ends_who_was_in_it_and_no_other(parts, monkeypatch):
 
 
 def text_from(connection):
-    """The next response on a connection: head and body."""
-    with connection, connection.makefile("rb") as file:
+    """The last response on a connection."""
+    with connection:
+        return "".join(response_on(connection))
+
+
+def response_on(connection):
+    """The head and the body of the next response on a connection."""
+    with connection.makefile("rb") as file:
         head = b"".join(iter(file.readline, b"\r\n")).decode()
         size = int(re.search(r"content-length: (\d+)", head)[1])
-        return head + file.read(size).decode()
+        return head, file.read(size).decode()
 
 
 def test_a_prompt_that_had_ended_when_the_other_failed_is_told_once(parts):
@@ -761,6 +837,42 @@ def test_at_the_end_what_takes_too_long_hears_so(parts, monkeypatch, streamed):
             rest = file.read().decode()
         assert "shutting down" in rest and "[DONE]" not in rest
         assert streamed or " 503 " in rest
+
+
+@pytest.mark.parametrize("phase", ["read", "prepared", "in a step", "in a step, streamed"])
+def test_at_the_end_nobody_is_waited_for_without_end(parts, monkeypatch, caplog, phase):
+    """Neither a slow client nor slow work keeps the server, and all hear why, in the form."""
+    monkeypatch.setattr(run, "FLUSH_S", 0.1)
+    submitted, llm, go_on = told(monkeypatch, "submit"), engine(parts), threading.Event()
+    begun, gate, streamed = threading.Event(), Gate(llm), phase.endswith("streamed")
+
+    def slowly(*args):
+        begun.set()
+        go_on.wait(LONG_S)
+
+    if phase == "prepared":
+        monkeypatch.setattr(Service, "_prepared", slowly)
+    with served(llm) as it:
+        if phase == "read":
+            connection = socket.create_connection(("127.0.0.1", it.port), timeout=LONG_S)
+            connection.sendall(
+                HEAD + b"Content-Type: application/json\r\nContent-Length: 5\r\n\r\n{"
+            )
+            web("GET", f"{root(it)}/health")  # it has come
+        else:
+            connection = post(it.port, ENDLESS | {"stream": streamed})
+            assert begun.wait(LONG_S) if phase == "prepared" else submitted.acquire(timeout=LONG_S)
+        if streamed:
+            gate.let(2)
+            read_an_event(connection)
+        it.stop()
+        with connection, connection.makefile("rb") as file:
+            rest = file.read().decode()
+        go_on.set()
+        gate.open()
+    assert "shutting down" in rest and "service_unavailable" in rest and "[DONE]" not in rest
+    assert streamed or " 503 " in rest
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])

@@ -14,7 +14,7 @@ from spindle.decode.params import SamplingParams
 from spindle.errors import NumericsError, SpindleError
 from spindle.interrupts import held_back
 from spindle.model.weights import load_hf
-from spindle.openai_form import BodyError, check_numbers, response
+from spindle.openai_form import BodyError, check_numbers, field_named, response
 from spindle.serve.llm import LLM
 from spindle.serve.outputs import RequestOutput
 from spindle.serve.passes import has_own_bits
@@ -89,7 +89,11 @@ class Desk:
             names = [f"line {task.number}, prompt {index}" for index in range(len(prompts))]
             self._llm.add_all(prompts, params, names)
         except SpindleError as error:
-            why = error if isinstance(error, BodyError) else BodyError(str(error))
+            why = (
+                error
+                if isinstance(error, BodyError)
+                else BodyError(str(error), field_named(str(error)))
+            )
             return Refused(task.number, task.custom_id, why)
         self._requests |= dict.fromkeys(names, task)
         self._outputs[task.number] = dict.fromkeys(names)

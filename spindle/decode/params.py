@@ -92,7 +92,7 @@ class SamplingParams:
         of the ids that prompt or output have (Keskar et al. 2019, section 4.1); 1: none.
     logprobs: report so many likeliest tokens at each step, 0 .. 20, besides the sampled one; None:
         no log-probabilities at all.
-    n: answers to the prompt, 1 .. 128; each draws its own numbers, so not more than 1 if greedy.
+    n: answers to the prompt, 1 .. 128; each draws its own numbers, so greedy ones are all equal.
     best_of: answers that are made, n .. 128, of which the n likeliest are given, the likeliest
         first (the sum of their tokens' logprobs, as reported, decides); None: n. (As in
         OpenAI's completions.)
@@ -139,9 +139,6 @@ class SamplingParams:
         if self.best_of is not None:
             right = f"a whole number from n={self.n} to {MAX_N}, or None"
             self._whole("best_of", self.n, MAX_N, right)
-        for name in ("n", "best_of"):
-            if (getattr(self, name) or 1) > 1 and self.temperature == 0:
-                self._refuse(name, "1 at temperature=0: greedy answers are all the same")
 
     def seeded(self) -> SamplingParams:
         """The same parameters with a seed: the one they have, or a fresh one."""

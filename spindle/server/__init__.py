@@ -3,6 +3,7 @@
 options    where it listens, whom it lets in, how much it takes on
 run        Server and `serving`: the port, the threads, the signals
 app        the endpoints: bodies in, answers and streams out
+protocol   HTTP, and what is none
 guard      the API key, the Host, what is counted
 loop       the engine's thread, and how the event loop talks with it
 chunks     what a stream says, step by step

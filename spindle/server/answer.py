@@ -17,7 +17,7 @@ from spindle.openai_form import response as whole_answer
 from spindle.serve.outputs import RequestOutput
 from spindle.server.chunks import DONE, Chunks, event
 from spindle.server.loop import EngineLoop, Reply
-from spindle.server.refusals import body_of
+from spindle.server.refusals import SHUTTING_DOWN, body_of, unavailable
 from spindle.tokenizer import Tokenizer
 
 
@@ -78,6 +78,8 @@ class Answer(Response):
         await send({"type": "http.response.start", "status": 200, "headers": raw})
         try:
             last = await self._send_chunks(send)
+        except asyncio.CancelledError:  # the server ends, in the middle of a step
+            last = event(body_of(unavailable(SHUTTING_DOWN)))
         except SpindleError as error:  # the status is out: the error is the last event
             last = event(body_of(error))
         await send({"type": "http.response.body", "body": last})

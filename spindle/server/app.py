@@ -162,7 +162,7 @@ class Service:
     def _check_model(self, name: str) -> None:
         if name != self._options.name:
             message = f"the model {shown(name)} is not here: expected {self._options.name!r}"
-            raise Refusal(404, message, "model_not_found")
+            raise Refusal(404, message, "model_not_found", param="model")
 
     def _model(self) -> dict[str, Any]:
         return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
 import re
@@ -11,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from spindle.errors import shown
 from spindle.server.metrics import Meter
-from spindle.server.refusals import Refusal, response_to
+from spindle.server.refusals import SHUTTING_DOWN, Refusal, response_to, unavailable
 
 OPEN = ("/health",)  # for whoever restarts servers and has no key
 
@@ -31,8 +32,12 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or answer it with the refusal."""
 
+        begun = False
+
         async def counted(message: Message) -> None:
+            nonlocal begun
             if message["type"] == "http.response.start":
+                begun = True
                 self._meter.responded(message["status"])
             await send(message)
 
@@ -40,6 +45,9 @@ class Guard:
         app = self._app if refusal is None else response_to(refusal)
         try:
             await app(scope, receive, counted)
+        except asyncio.CancelledError:  # the server ends, and has waited for it long enough
+            if not begun:
+                await response_to(unavailable(SHUTTING_DOWN))(scope, receive, counted)
         except Exception:  # a fault of ours: it is answered farther out
             self._meter.responded(500)
             raise

@@ -11,10 +11,11 @@ from spindle.errors import NumericsError, SpindleError
 from spindle.openai_form import error_body
 
 CLIENT_GONE = 499  # nobody reads it; it is counted
+SHUTTING_DOWN = "the server is shutting down"
 
 
 class Refusal(SpindleError):
-    """What a client hears instead of an answer: a status, and OpenAI's type and code for it."""
+    """What a client hears instead of an answer: a status, and what OpenAI says beside it."""
 
     def __init__(
         self,
@@ -23,10 +24,12 @@ class Refusal(SpindleError):
         code: str | None = None,
         *,
         kind: str = "invalid_request_error",
+        param: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.code, self.kind, self.headers = status, code, kind, headers
+        self.status, self.code, self.param = status, code, param
+        self.kind, self.headers = kind, headers
 
 
 def busy(message: str) -> Refusal:
@@ -60,7 +63,7 @@ def body_of(error: Exception) -> dict[str, object]:
     """An error in OpenAI's form."""
     refusal = refusal_of(error)
     if isinstance(error, Refusal) or refusal.status != 400:
-        return error_body(refusal, kind=refusal.kind, code=refusal.code)
+        return error_body(refusal, kind=refusal.kind, param=refusal.param, code=refusal.code)
     return error_body(error)
 
 

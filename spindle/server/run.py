@@ -24,9 +24,11 @@ from spindle.server.guard import is_loopback
 from spindle.server.loop import EngineLoop
 from spindle.server.metrics import Meter
 from spindle.server.options import Options
+from spindle.server.protocol import Protocol
+from spindle.server.refusals import SHUTTING_DOWN
 
 LOG = logging.getLogger(__name__)
-FLUSH_S = 2  # that clients have to read the last of what they are sent
+FLUSH_S = 2  # that clients have to read the last of what they are sent; what runs on is broken off
 BACKLOG = 2048  # connections that the kernel holds for us
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 INTERRUPTED = 130
@@ -59,7 +61,7 @@ class Server:
         service = Service(llm, self._engine, meter, options, self.on_loopback)
         config = uvicorn.Config(
             service.app,
-            http="h11",
+            http=Protocol,
             ws="none",
             loop="asyncio",
             lifespan="off",
@@ -71,7 +73,7 @@ class Server:
             timeout_graceful_shutdown=FLUSH_S,
         )
         self._web = _Web(config)
-        self._running = threading.Event()
+        self._running, self._told = threading.Event(), False
 
     @property
     def url(self) -> str:
@@ -100,7 +102,7 @@ class Server:
 
     async def drain(self) -> None:
         """Take nothing more, let what runs end within `grace_s`, abort the rest, and stop."""
-        self._engine.refuse("the server is shutting down")
+        self._engine.refuse(SHUTTING_DOWN)
         if not self._engine.idle.is_set() and self._options.grace_s:
             LOG.warning("shutting down: what runs has %g s to end", self._options.grace_s)
         await asyncio.to_thread(self._engine.idle.wait, self._options.grace_s)
@@ -108,8 +110,9 @@ class Server:
         self._web.should_exit = True
 
     def stop(self) -> None:
-        """Begin to drain, from any thread."""
-        if not self._loop.is_closed():
+        """Begin to drain, from any thread, unless it has begun."""
+        if not self._told:
+            self._told = True
             asyncio.run_coroutine_threadsafe(self.drain(), self._loop)
 
     def start(self) -> threading.Thread:

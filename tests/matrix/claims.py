@@ -26,7 +26,7 @@ class Claim:
 
 DRAWS_NOTHING = Claim(NOT_APPLICABLE, "a beam search draws nothing")
 ONE_IS_LIKELIEST = Claim(
-    words="several greedy answers would be the same, and are refused: here each of n answers is "
+    words="several greedy answers are the same: here each of n answers is "
     "drawn from the likeliest token alone (`top_k=1`), and has to be the greedy one"
 )
 OTHER_TOKENS = Claim(
