@@ -3,6 +3,8 @@
 import fcntl
 import json
 import os
+import re
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -21,16 +23,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spindle import LLM, SamplingParams, Tokenizer, cli, hub, load_hf, openai_form
-from spindle.batch import command, lines, results, work
-from spindle.batch.digest import digest_of
+from spindle.batch import command, digest, lines, results, work
+from spindle.batch.digest import checkpoint_digest, settings_of
 from spindle.batch.ledger import Ledger
 from spindle.batch.lines import Refused, RunWith
 from spindle.batch.results import Results
 from spindle.errors import SpindleError
+from spindle.kernels import native
 from spindle.openai_form import completion_request
 
 TINY = ("-m", "tiny", "--max-seqs", "4")
-RUN_WITH = RunWith("tiny", "digest")
+RUN_WITH = RunWith("tiny", "checkpoint=0f, device=cpu")
 FIELDS = {*openai_form.COMPLETION_FIELDS, "method", "url", "body", "custom_id"}
 
 
@@ -114,11 +117,14 @@ def test_ids_are_all_different_and_say_of_what_they_are(source, out):
     assert batch(source, out, "-q") == 0
     found = answers(out)
     assert len({result["id"] for result in found.values()}) == len(LINES)
-    run_with = RunWith("tiny", digest_of(work.EngineOptions("tiny", max_seqs=4)))
+    options = work.EngineOptions("tiny", max_seqs=4)
+    run_with = RunWith("tiny", settings_of(work.engine(options), options))
     for entry in LINES:
         result = found[entry["custom_id"]]
         assert result["id"] == run_with.result_id(json.dumps(entry).encode())
-        assert result["response"]["body"]["id"].removeprefix("cmpl-") in result["id"]
+        body = result["response"]["body"]
+        assert body["id"].removeprefix("cmpl-") in result["id"]
+        assert body["system_fingerprint"] == run_with.settings
 
 
 def test_without_a_seed_a_line_draws_by_its_custom_id(tmp_path, out):
@@ -214,7 +220,7 @@ def test_a_line_of_any_length_costs_no_more_than_the_longest_that_is_read(tmp_pa
     long = json.dumps(line("long", "x" * 3000))
     source = write(tmp_path / "in.jsonl", [long, LINES[0], json.dumps(LINES[1]) + " " * 200])
     refused: list[Refused] = []
-    todo = list(lines.tasks(source, RUN_WITH, Ledger(), refused.append))
+    todo = list(lines.tasks(source, "tiny", Ledger(), refused.append))
     assert [one.custom_id for one in todo] == ["greedy", "drawn"]
     assert [(one.number, str(one.error)) for one in refused] == [
         (1, "longer than 300 bytes; expected a shorter line")
@@ -275,12 +281,15 @@ def test_what_is_read_is_what_was_written_up_to_the_last_newline(tmp_path_factor
     ids = data.draw(st.lists(st.text(min_size=1), max_size=4))
     with Results(path) as file:
         for n, custom_id in enumerate(ids):
-            file.append({"id": f"batch_req_{n}", "custom_id": custom_id, "response": {"body": n}})
+            body = {"model": "tiny", "system_fingerprint": RUN_WITH.settings}
+            result = {"id": f"batch_req_{n}", "custom_id": custom_id, "response": {"body": body}}
+            file.append(result)
     written = path.read_bytes()
     cut = data.draw(st.integers(0, len(written)))
     path.write_bytes(written[:cut])
     with Results(path) as file:
         found = list(file.read())
+        assert file.made_with == (RUN_WITH if found else None)
         assert path.read_bytes() == written[:cut]
         file.repair()
     assert found == [(custom_id, f"batch_req_{n}") for n, custom_id in enumerate(ids)][: len(found)]
@@ -371,26 +380,84 @@ def test_a_file_that_is_not_of_these_lines_is_left_alone(source, out, capsys, na
     assert words in one_error(capsys) and out.read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--max-model-len", 32),
-        ("--no-batch-invariant",),
-        ("--quantize", "int8"),
+OTHER_OPTIONS: list[tuple[tuple[object, ...], str, str]] = [
+    (("--max-model-len", 32), "max_model_len=512", "max_model_len=32"),
+    (("--no-batch-invariant",), "batch_invariant=True", "batch_invariant=False"),
+    (("--quantize", "int8"), "quantize=None", "quantize=int8"),
+    (("--served-model-name", "other"), "model=tiny", "model=other"),
+    (
         ("--dtype", "float64"),
-        ("--served-model-name", "other"),
-        ("-m", "tiny-draft"),
-    ],
-    ids=lambda options: options[0],
+        "kernels=native, dtype=float32, batch_invariant=True",
+        "kernels=torch, dtype=float64, batch_invariant=False",
+    ),
+]
+
+
+@pytest.mark.skipif(
+    not native.available(), reason="what is the default without native code differs"
 )
-def test_results_of_other_options_are_not_gone_on_with(source, out, capsys, options):
+@pytest.mark.parametrize(("options", "was", "now"), OTHER_OPTIONS, ids=lambda it: it[0])
+def test_results_of_other_options_are_not_gone_on_with(source, out, capsys, options, was, now):
+    """Neither with more lines, nor if nothing is left to do; what differs is named."""
     assert batch(source, out, "-q") == 0
     before = out.read_bytes()
+    words = f"its results were made with {was}, and here it is {now}; expected the same, or"
     assert batch(source, out, "-q", *options) == 2
-    right = "expected results of these lines, this model and these options, or a new file"
-    error = one_error(capsys)
-    assert "is not of line 1 of" in error and error.endswith(right)
+    assert one_error(capsys) == f"{out}: {words} a new file"
+    write(source, [*LINES, line("more")])
+    assert batch(source, out, "-q", *options) == 2
     assert out.read_bytes() == before
+
+
+def test_results_of_another_model_are_not_gone_on_with(source, out, capsys):
+    assert batch(source, out, "-q") == 0
+    before = out.read_bytes()
+    other = ("--served-model-name", "tiny", "-m", "tiny-draft")
+    assert batch(source, out, "-q", *other) == 2
+    assert re.search(r"made with checkpoint=\w+, and here it is checkpoint=\w+;", one_error(capsys))
+    assert out.read_bytes() == before
+
+
+def test_what_was_said_outright_is_what_it_would_have_been_anyway(source, out):
+    """The settings are those that have turned out, not those that were given."""
+    assert batch(source, out, "-q") == 0
+    before = out.read_bytes()
+    invariant = "--batch-invariant" if native.available() else "--no-batch-invariant"
+    said = (invariant, "--device", "cpu", "--dtype", "float32", "--max-model-len", "512")
+    assert batch(source, out, "-q", *said) == 0
+    assert out.read_bytes() == before
+
+
+@pytest.mark.skipif(not native.available(), reason="there is no other code than torch's")
+def test_another_device_or_other_code_is_noticed(source, out, monkeypatch, capsys):
+    """As if a compiler or a GPU had gone, or come, meanwhile."""
+    assert batch(source, out, "-q") == 0
+    before = out.read_bytes()
+    monkeypatch.setattr(native, "available", lambda: False)
+    assert batch(source, out, "-q") == 2
+    assert "made with kernels=native, batch_invariant=True" in one_error(capsys)
+    monkeypatch.undo()
+    monkeypatch.setattr(digest, "_device", lambda device: "NVIDIA H200")
+    assert batch(source, out, "-q") == 2
+    assert "made with device=cpu, and here it is device=NVIDIA H200;" in one_error(capsys)
+    assert out.read_bytes() == before
+
+
+def test_engines_that_differ_do_not_write_into_one_file(out):
+    """As two machines of a cluster may: the first result decides."""
+
+    def result(custom_id: str, settings: str) -> dict[str, Any]:
+        body = {"model": "tiny", "system_fingerprint": settings, "created": 0}
+        return lines.result("batch_req_0", custom_id, 200, body)
+
+    with Results(out) as file:
+        file.append(result("a", "device=cpu, kernels=native"))
+        with pytest.raises(
+            SpindleError, match="with kernels=native, and here it is kernels=torch;"
+        ):
+            file.append(result("b", "device=cpu, kernels=torch"))
+        file.append(result("c", "device=cpu, kernels=native"))
+    assert answers(out).keys() == {"a", "c"}
 
 
 def test_what_changes_no_token_may_change(source, out):
@@ -404,18 +471,14 @@ def test_what_changes_no_token_may_change(source, out):
     assert len(answers(out)) == len(LINES)
 
 
-def test_the_digest_is_that_of_the_weights(tmp_path):
-    options = work.EngineOptions("tiny")
-    assert digest_of(options) == digest_of(work.EngineOptions(str(hub.resolve("tiny"))))
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for path in hub.resolve("tiny").iterdir():
-        (copy / path.name).write_bytes(path.read_bytes())
-    assert digest_of(work.EngineOptions(str(copy))) == digest_of(options)
+def test_the_digest_is_that_of_the_weights_wherever_they_lie(tmp_path):
+    copy = shutil.copytree(hub.resolve("tiny"), tmp_path / "copy")
+    before = checkpoint_digest(hub.resolve("tiny"))
+    assert checkpoint_digest(copy) == before
     with (copy / "model.safetensors").open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\x7f")
-    assert digest_of(work.EngineOptions(str(copy))) != digest_of(options)
+    assert checkpoint_digest(copy) != before
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
@@ -428,15 +491,14 @@ def test_no_answer_is_lost_because_stderr_is_full(source, out):
 
 
 def test_the_digest_is_that_of_every_byte(tmp_path):
-    for name in ("config.json", "tokenizer.json"):
-        (tmp_path / name).write_bytes((hub.resolve("tiny") / name).read_bytes())
+    (tmp_path / "config.json").write_text("{}")
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(40 * 2**20)
-    before = digest_of(work.EngineOptions(str(tmp_path)))
+    before = checkpoint_digest(tmp_path)
     with (tmp_path / "model.safetensors").open("r+b") as file:
         file.seek(20 * 2**20)
         file.write(b"\x01")
-    assert digest_of(work.EngineOptions(str(tmp_path))) != before
+    assert checkpoint_digest(tmp_path) != before
 
 
 def test_of_two_at_once_the_second_is_refused(source, out, capsys):
@@ -560,8 +622,8 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
     def run(count: int, most: int | None) -> None:
         source, out = tmp_path / f"{count}.jsonl", tmp_path / f"{count}.out"
         with Results(out) as file, closing(Ledger()) as ledger:
-            command.read_results(file, ledger, source, RUN_WITH)
-            todo = islice(lines.tasks(source, RUN_WITH, ledger, print), most)
+            command.read_results(file, ledger, source)
+            todo = islice(lines.tasks(source, "tiny", ledger, print), most)
             work.answer_here(yes, RUN_WITH, todo, lambda ended: file.append(ended.result), 8)  # type: ignore
 
     peaks = {}

@@ -4,8 +4,8 @@
                             ^                                                            |
                             +---- ledger: the custom_ids that are done or were seen <----+
 
-The results are the only state: what OUT has is done, and all else is done again. A result's id is
-a digest of its line of IN and of what it was run with, so results of other lines, or of another
-model, are noticed before anything is written. Memory does not grow with the files: a window of
-tasks is at work, and the ledger lies on the disk.
+The results are the only state: what OUT has is done, and all else is done again. A result names
+what it was made with (its `system_fingerprint`), and its id is a digest of that and of its line of
+IN, so results of other lines, or of another engine, are noticed before anything is written. Memory
+does not grow with the files: a window of tasks is at work, and the ledger lies on the disk.
 """

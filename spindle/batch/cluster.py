@@ -24,7 +24,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from spindle import hub
-from spindle.batch.digest import digest_of
+from spindle.batch.digest import settings_of
 from spindle.batch.lines import RunWith, Task, ask, read_line
 from spindle.batch.work import Desk, Ended, EngineOptions, engine
 from spindle.errors import SpindleError, brief
@@ -45,13 +45,15 @@ ENVIRONMENT = {
 
 def answer_on_cluster(
     options: EngineOptions,
-    run_with: RunWith,
+    model: str,
+    made_with: RunWith | None,
     tasks: Iterator[Task],
     take: Callable[[Ended], object],
     replicas: int,
 ) -> None:
     """Answer all tasks with so many engines; each goes to `take` as it ends.
 
+    model: its name. made_with: what all of them have to be, if there are results of one already.
     SpindleError: Ray is missing, does not start, has no room for them, or lost one.
     """
     options = replace(options, model=_absolute(options.model))
@@ -70,7 +72,7 @@ def answer_on_cluster(
         rows = chain(map(row, tasks), [None])  # which ends the stream
         try:
             queue.put_nowait_batch(list(islice(rows, options.window * replicas)))
-            for ended in _results(queue, (options, run_with), resources, replicas):
+            for ended in _results(queue, (options, model, made_with), resources, replicas):
                 if isinstance(ended, SpindleError):
                     raise ended
                 with held_back():
@@ -145,7 +147,10 @@ def _resources(options: EngineOptions, replicas: int) -> dict[str, int]:
 
 
 def _results(
-    queue: Queue, of_engines: tuple[EngineOptions, RunWith], resources: Any, replicas: int
+    queue: Queue,
+    of_engines: tuple[EngineOptions, str, RunWith | None],
+    resources: Any,
+    replicas: int,
 ) -> Iterator[Ended | SpindleError]:
     """What comes out of a stream of tasks that goes through the engines."""
     import ray.data
@@ -196,15 +201,17 @@ def _source(queue: Queue) -> ray.data.Datasource:
 class Replica:
     """An engine in an actor: its own thread steps it, and those of Ray wait for their answers."""
 
-    def __init__(self, options: EngineOptions, run_with: RunWith) -> None:
+    def __init__(self, options: EngineOptions, model: str, made_with: RunWith | None) -> None:
         self._error: SpindleError | None = None  # Ray would tell of one that is raised, at length
         try:
-            if digest_of(options) != run_with.digest:
-                raise SpindleError(f"{options.model}: another model here than on the first machine")
-            self._desk = Desk(engine(options), run_with)
+            llm = engine(options)
+            run_with = RunWith(model, settings_of(llm, options))
+            if words := run_with.unlike(made_with):
+                raise SpindleError(f"OUT has results that were {words}")
+            self._desk = Desk(llm, run_with)
         except SpindleError as error:
             self._error = SpindleError(f"an engine of {socket.gethostname()}: {error}")
-        self._model = run_with.model
+        self._model = model
         self._added: SimpleQueue[tuple[Task, Future[Ended]]] = SimpleQueue()
         self._waiting: dict[int, Future[Ended]] = {}
         if self._error is None:

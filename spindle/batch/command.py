@@ -16,7 +16,8 @@ from typing import IO
 
 from tqdm import tqdm
 
-from spindle.batch.digest import digest_of
+from spindle import hub
+from spindle.batch.digest import settings_of
 from spindle.batch.ledger import Ledger
 from spindle.batch.lines import (
     RESULT_ID,
@@ -44,22 +45,27 @@ def run(args: argparse.Namespace) -> int:
     """
     options, replicas = _options(args), check_count("--replicas", args.replicas)
     source, out, errors = _paths(args)
-    run_with = RunWith(args.served_model_name or args.model, digest_of(options))
+    name = args.served_model_name or args.model
+    hub.resolve(options.model)  # there is such a model
     try:
         with ExitStack() as stack:
             results = stack.enter_context(Results(out))
             ledger = stack.enter_context(closing(Ledger()))
-            done = read_results(results, ledger, source, run_with)
+            done = read_results(results, ledger, source)
+            if replicas == 1:
+                llm = engine(options)
+                results.check(run_with := RunWith(name, settings_of(llm, options)))
             file = None if errors is None else stack.enter_context(_opened(errors))
             results.repair()
             journal = stack.enter_context(closing(Journal(source, results, file, args.quiet, done)))
-            todo = journal.noted(tasks(source, run_with, ledger, journal.take))
+            todo = journal.noted(tasks(source, name, ledger, journal.take))
             if replicas == 1:
-                answer_here(engine(options), run_with, todo, journal.take, options.window)
+                answer_here(llm, run_with, todo, journal.take, options.window)
             else:
                 from spindle.batch.cluster import answer_on_cluster
 
-                answer_on_cluster(options, run_with, todo, journal.take, replicas)
+                there = results.made_with
+                answer_on_cluster(options, name, there, todo, journal.take, replicas)
             results.sync()
     except sqlite3.Error as cause:
         elsewhere = "TMPDIR=DIRECTORY puts it elsewhere"
@@ -109,7 +115,7 @@ def _opened(errors: Path) -> IO[str]:
         raise SpindleError(f"--errors {errors}: {cause.strerror}") from None
 
 
-def read_results(results: Results, ledger: Ledger, source: Path, run_with: RunWith) -> int:
+def read_results(results: Results, ledger: Ledger, source: Path) -> int:
     """Note what is done already, and return how much. SpindleError: it belongs to other lines.
 
     Where something is, the lines are read once more than else, for each result to find its own.
@@ -125,7 +131,8 @@ def read_results(results: Results, ledger: Ledger, source: Path, run_with: RunWi
         except BodyError:
             continue
         result_id = ledger.find_line(custom_id, number)
-        if result_id not in (None, run_with.result_id(raw)):
+        assert results.made_with is not None, "some were read"
+        if result_id not in (None, results.made_with.result_id(raw)):
             raise _other(results, custom_id, f"not of line {number} of {source} as it is now")
     missing = ledger.without_line()
     if missing is not None:
@@ -134,7 +141,7 @@ def read_results(results: Results, ledger: Ledger, source: Path, run_with: RunWi
 
 
 def _other(results: Results, custom_id: str, why: str) -> SpindleError:
-    right = "expected results of these lines, this model and these options, or a new file"
+    right = "expected results of these lines, or a new file"
     return SpindleError(f"{results.path}: the result of {shown(custom_id)} is {why}; {right}")
 
 

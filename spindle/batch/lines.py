@@ -44,15 +44,27 @@ class Refused:
 
 @dataclass(frozen=True)
 class RunWith:
-    """What decides a result beside its line: the model, by its name and by a digest of it."""
+    """What decides a result beside its line: the model's name, and an engine's settings.
+
+    Each result has both in its body, as OpenAI's `model` and `system_fingerprint`.
+    """
 
     model: str
-    digest: str  # of the checkpoint and of the options that change tokens
+    settings: str  # "checkpoint=0f3a, device=cpu, ...": see `digest.settings_of`
 
     def result_id(self, raw: bytes) -> str:
         """The id of the result of a line: of the same line and the same engine, the same."""
-        digest = hashlib.sha256(f"{self.model}\n{self.digest}\n".encode() + raw)
+        digest = hashlib.sha256(f"{self.model}\n{self.settings}\n".encode() + raw)
         return RESULT_ID + digest.hexdigest()[:32]
+
+    def unlike(self, there: RunWith | None) -> str:
+        """What is not the same as where results were made that are there; "" if all is."""
+        if there is None or there == self:
+            return ""
+        was, now = ([f"model={one.model}", *one.settings.split(", ")] for one in (there, self))
+        theirs = ", ".join(part for part in was if part not in now)
+        ours = ", ".join(part for part in now if part not in was)
+        return f"made with {theirs}, and here it is {ours}; expected the same, or a new file"
 
 
 def result(its_id: str, custom_id: str | None, status_code: int, body: Any) -> dict[str, Any]:
@@ -122,7 +134,7 @@ def ask(line: dict[str, Any], model: str) -> Asked:
 
 
 def tasks(
-    path: Path, run_with: RunWith, ledger: Ledger, refuse: Callable[[Refused], object]
+    path: Path, model: str, ledger: Ledger, refuse: Callable[[Refused], object]
 ) -> Iterator[Task]:
     """The lines that are not done, as tasks; what is wrong with others goes to `refuse`."""
     for number, raw in numbered(path):
@@ -133,7 +145,7 @@ def tasks(
             first, done = ledger.first_line(custom_id, number)
             if first != number:
                 raise BodyError(f"custom_id {shown(custom_id)}: line {first} has it", "custom_id")
-            task = None if done else Task(number, raw, custom_id, ask(line, run_with.model))
+            task = None if done else Task(number, raw, custom_id, ask(line, model))
         except BodyError as error:
             refuse(Refused(number, custom_id, error))
             continue

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from spindle.batch.lines import RESULT_ID
+from spindle.batch.lines import RESULT_ID, RunWith
 from spindle.errors import SpindleError, brief
 
 BEGINNING = f'{{"id": "{RESULT_ID}'.encode()  # of each line
@@ -19,11 +19,13 @@ class Results:
     """A file of results, locked until it is closed; a new one if there is none.
 
     A kill may leave the last line half written: it has no newline. `repair` cuts it off, once the
-    rest was read. SpindleError: the file cannot be opened, or another process has it open.
+    rest was read. `made_with` is what all of them were made with; None: there are none yet.
+    SpindleError: the file cannot be opened, or another process has it open.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.made_with: RunWith | None = None
         self._end = 0  # bytes of whole lines
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
@@ -63,12 +65,19 @@ class Results:
         try:
             result = json.loads(line)
             custom_id, result_id = result["custom_id"], result["id"]
-            result["response"]["body"]
+            made_with = _made_with(result)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise self._no_result(number, f"{type(error).__name__}: {error}") from None
         if not isinstance(custom_id, str):
             raise self._no_result(number, "its custom_id is no text")
+        self.check(made_with)
+        self.made_with = made_with
         return custom_id, result_id
+
+    def check(self, run_with: RunWith) -> None:
+        """SpindleError: the results that are there were made with something else."""
+        if words := run_with.unlike(self.made_with):
+            raise SpindleError(f"{self.path}: its results were {words}")
 
     def _no_result(self, number: int, why: str) -> SpindleError:
         right = "expected results of `spindle batch`, or a new file"
@@ -79,7 +88,12 @@ class Results:
         os.ftruncate(self._file, self._end)
 
     def append(self, result: dict[str, Any]) -> None:
-        """Write a result, whole or not at all. SpindleError: the disk is full, or worse."""
+        """Write a result, whole or not at all. SpindleError: the disk is full, or worse.
+
+        So too if the engine that has made it is not like that of the others.
+        """
+        self.check(made_with := _made_with(result))
+        self.made_with = made_with
         line = json.dumps(result).encode() + b"\n"
         try:
             written = os.write(self._file, line)
@@ -98,3 +112,8 @@ class Results:
             os.fsync(self._file)
         except OSError as cause:
             raise SpindleError(f"{self.path}: {cause.strerror}") from None
+
+
+def _made_with(result: dict[str, Any]) -> RunWith:
+    body = result["response"]["body"]
+    return RunWith(body["model"], body["system_fingerprint"])

@@ -13,6 +13,7 @@ from spindle.batch.lines import RESULT_ID, Refused, RunWith, Task, result
 from spindle.decode.params import SamplingParams
 from spindle.errors import NumericsError, SpindleError
 from spindle.interrupts import held_back
+from spindle.model.layers import Model
 from spindle.model.weights import load_hf
 from spindle.openai_form import BodyError, check_numbers, field_named, response
 from spindle.serve.llm import LLM
@@ -47,7 +48,6 @@ def engine(options: EngineOptions) -> LLM:
     """The engine of these options. SpindleError: there is no such model, or it cannot be."""
     directory = hub.resolve(options.model)
     model = load_hf(directory, options.device, options.dtype, options.quantize)
-    invariant = options.batch_invariant
     return LLM(
         model,
         tokenizer=Tokenizer(directory),
@@ -55,8 +55,13 @@ def engine(options: EngineOptions) -> LLM:
         max_model_len=options.max_model_len,
         max_seqs=options.max_seqs,
         max_batch_tokens=max(512, ROWS * options.max_seqs),
-        batch_invariant=has_own_bits(model) if invariant is None else invariant,
+        batch_invariant=is_invariant(model, options),
     )
+
+
+def is_invariant(model: Model, options: EngineOptions) -> bool:
+    """Whether answers depend on nothing that runs beside them: by default where it is cheap."""
+    return has_own_bits(model) if options.batch_invariant is None else options.batch_invariant
 
 
 @dataclass(frozen=True)
@@ -126,6 +131,7 @@ class Desk:
             model=self._run_with.model,
             created_s=int(time.time()),
         )
+        body["system_fingerprint"] = self._run_with.settings
         return Answer(task.number, result(result_id, task.custom_id, 200, body))
 
 
