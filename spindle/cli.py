@@ -179,6 +179,10 @@ def complain(message: str) -> None:
     half = LONGEST // 2
     cut = joined if len(joined) <= LONGEST else f"{joined[:half]} ... {joined[-half:]}"
     print(f"{ERROR}{printable(cut)}", file=sys.stderr)
+    if is_rank():
+        from spindle import launched
+
+        launched.note(printable(cut))
 
 
 def say(text: str) -> None:

@@ -7,10 +7,12 @@ minds Ctrl-C, and its end ends the others, with its exit status.
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
+import time
 from collections.abc import Sequence
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
 
 from spindle import cli
 from spindle.errors import SpindleError
@@ -32,6 +34,14 @@ def main(argv: Sequence[str]) -> int:
         return ranks.close(_command(argv))
     status, said = _in_silence(argv)
     return ranks.close(status, said)
+
+
+def note(error: str) -> None:
+    """Have torchrun say it at the end of what it says of a command that has failed."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is not None:
+        with suppress(OSError), open(file, "w") as its:
+            json.dump({"message": error, "timestamp": int(time.time())}, its)
 
 
 def _command(argv: Sequence[str]) -> int:

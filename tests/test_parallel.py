@@ -22,7 +22,7 @@ from ranks import FAMILIES, GPT2, LLAMA, PROMPT, PROMPTS, RAW, answers, speculat
 from shapes import parameters
 from torch import Tensor
 
-from spindle import Engine, Tokenizer, hub, load_hf, parallel
+from spindle import Engine, Tokenizer, cli, hub, load_hf, parallel
 from spindle.config import ModelConfig
 from spindle.errors import RequestError, SpindleError
 from spindle.model import weights
@@ -416,6 +416,22 @@ def test_who_does_not_come_is_not_waited_for_any_longer(tmp_path):
     with pytest.raises(SpindleError, match="did not find each other"):
         parallel.init(f"file://{tmp_path}/meet?rank=0&world_size=2", timeout_s=0.5)
     assert parallel.current().count == 1
+
+
+def test_torchrun_says_at_its_end_what_was_wrong(tmp_path, monkeypatch, capsys):
+    """It looks in a file for what it says of each process that has failed."""
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    file = tmp_path / "error.json"
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": file}.items():
+        monkeypatch.setenv(name, str(value))
+    cli.complain("2 ranks do not divide\n9 heads")
+    assert capsys.readouterr().err == "spindle: error: 2 ranks do not divide; 9 heads\n"
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
+    assert failure.message == "2 ranks do not divide; 9 heads"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "none" / "error.json"))
+    cli.complain("it cannot be written")
+    assert capsys.readouterr().err == "spindle: error: it cannot be written\n"
 
 
 @pytest.mark.smollm2
