@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Options", "Server", "bound", "serving"]
 
-NEEDS = ("starlette", "uvicorn", "prometheus_client")
+NEEDS = ("starlette", "uvicorn", "h11", "prometheus_client")
 
 
 def __getattr__(name: str) -> Any:
