@@ -1,9 +1,14 @@
 """A fleet, simulated: one replica is the real scheduler in counts and times, and many add up."""
 
+import ctypes
 import heapq
 import itertools
 import json
 import math
+import signal
+import sys
+import time
+from collections import Counter
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
@@ -14,11 +19,19 @@ matplotlib.use("agg")
 import numpy as np
 import pytest
 import shapes
+from ctrl_c import broken_off
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spindle import LLM, cli
-from spindle.bench import fleet, fleet_costs, fleet_measure, fleet_tables, fleet_trace
+from spindle.bench import (
+    fleet,
+    fleet_costs,
+    fleet_measure,
+    fleet_native,
+    fleet_tables,
+    fleet_trace,
+)
 from spindle.bench.fleet_costs import PS, Costs
 from spindle.bench.fleet_measure import Timed
 from spindle.bench.fleet_replica import Cache, Gaps, Replica, Shape, begun, lasting
@@ -26,6 +39,7 @@ from spindle.bench.fleet_router import POLICIES, Router
 from spindle.bench.fleet_trace import Trace, Traffic
 from spindle.decode.params import SamplingParams
 from spindle.errors import RequestError
+from spindle.kernels import build
 from spindle.kvcache.blocks import BlockPool
 from spindle.model.weights import random_model
 from spindle.serve.request import Request
@@ -33,6 +47,11 @@ from spindle.serve.scheduler import Scheduler
 
 COSTS = Costs(7_000, 1_100, 130, 3, 170, 7)
 IDS = 1_000_000  # ids that one conversation, or one system prompt, has for itself
+
+NATIVE = fleet_native.available()
+needs_cpp = pytest.mark.skipif(not NATIVE, reason=f"no native code: {build.why_not('fleet')}")
+FORMS = [False, True] if NATIVE else [False]  # Python, and C++ where it is to be had
+in_both = pytest.mark.parametrize("native", [False, pytest.param(True, marks=needs_cpp)])
 
 
 # --- the oracle: the real scheduler, and a clock that the costs move ------------------------------
@@ -124,7 +143,14 @@ class Real:
 
 def assert_as_real(trace, shape, costs=COSTS):
     real = Real(trace, shape, costs).run()
-    found = fleet.simulate(trace, 1, "round-robin", costs, shape)
+    for native in FORMS:
+        found = fleet.simulate(trace, 1, "round-robin", costs, shape, native=native)
+        assert_is(found, real)
+    return found, real
+
+
+def assert_is(found, real):
+    trace = real.trace
     assert found.arrival_ps.tolist() == real.column("arrival")
     assert found.cached.tolist() == real.column("cached_tokens")
     assert found.first_ps.tolist() == real.column("first_token")
@@ -135,7 +161,6 @@ def assert_as_real(trace, shape, costs=COSTS):
     for start, gap in real.gaps:
         gaps.add(start, 1, gap, 0, 1)
     assert found.gaps.counts == gaps.counts
-    return found, real
 
 
 @st.composite
@@ -197,8 +222,9 @@ def llm_of(shape):
     return LLM(model, **options)
 
 
+@in_both
 @pytest.mark.parametrize("num_blocks", [60, 200])
-def test_one_replica_is_an_llm_on_a_clock_that_counts_steps(num_blocks):
+def test_one_replica_is_an_llm_on_a_clock_that_counts_steps(num_blocks, native):
     """Hits, order, first and last step of each: with prefixes shared, preempted at 60 blocks."""
     shape = Shape(6, 40, num_blocks, 4)
     llm, rng = llm_of(shape), np.random.default_rng(5)
@@ -206,7 +232,7 @@ def test_one_replica_is_an_llm_on_a_clock_that_counts_steps(num_blocks):
     starts, tokens = np.sort(rng.integers(0, 120, 24)), np.array([12, 21, 0])
     columns = [np.arange(24), system, tokens[system] + lengths, outputs, starts]
     trace = Trace(*(column.astype(np.int64) for column in columns), tokens, (0, 1000))
-    found = fleet.simulate(trace, 1, "round-robin", Costs(1), shape)
+    found = fleet.simulate(trace, 1, "round-robin", Costs(1), shape, native=native)
 
     prompts = [[s + 1] * tokens[s] + [40 + n, *rng.integers(0, 97, length - 1)]
                for n, (s, length) in enumerate(zip(system, lengths, strict=True))]  # fmt: skip
@@ -240,7 +266,7 @@ def test_one_replica_is_an_llm_on_a_clock_that_counts_steps(num_blocks):
 
 
 def columns_of(result):
-    names = [one.name for one in fields(result) if one.name not in ("trace", "gaps")]
+    names = [one.name for one in fields(result) if one.name not in ("trace", "gaps", "native")]
     return {name: getattr(result, name).tolist() for name in names} | {"gaps": result.gaps.counts}
 
 
@@ -249,8 +275,13 @@ def columns_of(result):
 def test_alike_steps_at_once_are_the_steps_one_by_one(data, replicas, policy):
     trace = data.draw(traces(most_sessions=20))
     shape = data.draw(limits(trace))
-    run = [fleet.simulate(trace, replicas, policy, COSTS, shape, jump=jump) for jump in (0, 1)]
-    assert columns_of(run[0]) == columns_of(run[1])
+    run = [
+        fleet.simulate(trace, replicas, policy, COSTS, shape, jump=jump, native=native)
+        for jump in (False, True)
+        for native in FORMS
+    ]
+    for other in run[1:]:
+        assert columns_of(run[0]) == columns_of(other)
 
 
 @given(st.integers(1, 10**6), st.integers(0, 10**4), st.integers(1, 10**8))
@@ -294,11 +325,12 @@ def traffic(requests=1500, rate=60.0, **changes):
 STEP_MS = Costs(2 * 10**9, 0, 2 * 10**8, 0, 10**8, 10**5)  # 2 ms, and 0.2 a prompt token
 
 
+@in_both
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_request_ends_once_and_tokens_add_up(policy):
+def test_every_request_ends_once_and_tokens_add_up(policy, native):
     trace = replace(traffic(rate=200.0), window_ps=(0, 10**18))
     shape = Shape(16, 64, 64, 16)  # few enough to preempt
-    found = fleet.simulate(trace, 5, policy, STEP_MS, shape)
+    found = fleet.simulate(trace, 5, policy, STEP_MS, shape, native=native)
     assert set(found.replica) == set(range(5))
     assert (found.arrival_ps < found.first_ps).all() and (found.first_ps <= found.end_ps).all()
     assert ((found.first_ps < found.end_ps) == (trace.output > 1)).all()
@@ -359,7 +391,8 @@ def test_what_continues_a_prefix_is_forgotten_before_it_and_the_last_block_first
     assert known[0, 0] == 2 and cache.evicted == 7
 
 
-def test_a_queue_of_one_seat_waits_as_long_as_theory_says():
+@in_both
+def test_a_queue_of_one_seat_waits_as_long_as_theory_says(native):
     """M/D/1 (Pollaczek and Khinchine): a mean wait of rho / (2 (1 - rho)) of what a request takes.
 
     30,000 arrivals at rho = 0.6: the mean's standard error is about 2% of it.
@@ -370,7 +403,7 @@ def test_a_queue_of_one_seat_waits_as_long_as_theory_says():
     columns = (np.arange(count), 0 * same, 8 * same, same, arrivals, np.array([0]))
     trace = Trace(*columns, (0, int(arrivals[-1])))
     costs = Costs(2 * 10**9, 0, 5 * 10**8)  # 2 ms + 8 x 0.5 ms: 6 ms, every 10 ms
-    found = fleet.simulate(trace, 1, "least-loaded", costs, Shape(1, 8, 10, 16))
+    found = fleet.simulate(trace, 1, "least-loaded", costs, Shape(1, 8, 10, 16), native=native)
     service_ms, rho = 6.0, 0.6
     waited_ms = (found.ttft_ms - service_ms).mean()
     assert waited_ms == pytest.approx(service_ms * rho / (2 * (1 - rho)), rel=0.06)
@@ -457,6 +490,333 @@ def test_nobody_gets_more_than_its_balance(data, balance):
         assert one.load[one.route(request)] <= most
         while unfinished and data.draw(st.booleans()):
             one.ended(unfinished.pop(data.draw(st.integers(0, len(unfinished) - 1))))
+
+
+# --- in C++ ---------------------------------------------------------------------------------------
+
+END = 2**63 - 1  # of time, in 64 bits
+
+
+@st.composite
+def fleets(draw):
+    """What `simulate` is given: small numbers of all that there is, and pools that bite."""
+    trace = draw(traces(longest_system=draw(st.sampled_from([0, 5, 40, 150])), most_sessions=24))
+    seqs, block_size = draw(st.integers(1, 6)), draw(st.sampled_from([1, 2, 3, 16, 50]))
+    least = -(-(int((trace.prompt + trace.output).max()) - 1) // block_size)
+    blocks = least + draw(st.sampled_from([0, 1, least // 4, least, 8000]))
+    shape = Shape(seqs, draw(st.integers(seqs, seqs + 60)), blocks, block_size)
+    price = st.sampled_from([0, 0, 1, 7, 130, 1_100, 40_000])
+    costs = Costs(draw(st.sampled_from([1, 60, 7_000])), *(draw(price) for _ in range(5)))
+    policy = draw(st.sampled_from(list(POLICIES)))
+    options = {"seed": draw(st.integers(0, 9)), "jump": draw(st.integers(0, 5)) > 0}
+    options["balance"] = draw(st.sampled_from([1, 1.1, 1.25, 3.7, 1e6]))
+    return [trace, draw(st.integers(1, 6)), policy, costs, shape], options
+
+
+def of_both(given, options):
+    """What the forms say: columns, or the words of an error."""
+    found = []
+    for native in (False, True):
+        try:
+            found.append(columns_of(fleet.simulate(*given, native=native, **options)))
+        except RequestError as error:
+            found.append(str(error))
+    return found
+
+
+@needs_cpp
+def test_cpp_finds_what_python_finds(monkeypatch):
+    """And there is something to find: each of these comes often."""
+    seen, add = Counter(), Replica.add
+
+    def noticed(self, now_ps, one):
+        before, idle = self.k, self.end_ps == -1
+        changed = add(self, now_ps, one)
+        seen["cut short"] += changed and not idle and self.k < before
+        return changed
+
+    monkeypatch.setattr(Replica, "add", noticed)
+
+    @settings(max_examples=400, deadline=None)
+    @given(fleets())
+    def alike(fleet):
+        python, cpp = of_both(*fleet)
+        assert cpp == python
+        for name in ("preemptions", "evicted", "twice", "busy_ps", "gaps"):
+            seen[name] += any(python[name])
+        trace = fleet[0][0]
+        seen["at once"] += len(set(trace.gap_ps[trace.first].tolist())) < trace.first.sum()
+
+    alike()
+    assert min(seen.values()) >= 15 and len(seen) == 7, seen
+
+
+@needs_cpp
+def test_at_the_end_of_time_cpp_finds_what_python_finds():
+    """Conversations begin so near to the end of 64 bits that some results are beyond it."""
+    seen = Counter()
+
+    @settings(max_examples=200, deadline=None)
+    @given(fleets(), st.integers(0, 999), st.integers(2, 7), st.integers(0, 10**7))
+    def alike(fleet, number, power, window):
+        (trace, *given), options = fleet
+        left = number * 10**power
+        first, gap_ps = trace.first, trace.gap_ps.copy()
+        gap_ps[first] += END - left - gap_ps[first].max()
+        low = END - window
+        trace = replace(trace, gap_ps=gap_ps, window_ps=(low, low + window // 2 + 1))
+        python, cpp = of_both([trace, *given], options)
+        assert cpp == python
+        seen[python if isinstance(python, str) else "in time"] += 1
+
+    alike()
+    assert len(seen) == 2 and min(seen.values()) > 30, seen
+
+
+COLUMNS = ("session", "system", "prompt", "output", "gap_ps")
+
+
+def few(prompt, output, gap_ps):
+    """A conversation; each turn has as many tokens more as it must."""
+    turns = len(gap_ps)
+    prompts = [prompt + n * (output + 1) for n in range(turns)]
+    columns = ([0] * turns, [0] * turns, prompts, [output] * turns, gap_ps, [0])
+    return Trace(*(np.array(column, np.int64) for column in columns), (0, 10**30))
+
+
+def repeated(trace, count):
+    """A trace of one request as so many that come at once."""
+    columns = {name: np.repeat(getattr(trace, name), count) for name in COLUMNS}
+    return replace(trace, **columns | {"session": np.arange(count)})
+
+
+DEAR = 10**15  # ps: the most that a cost may be
+LAST = {  # what takes so many picoseconds at these costs, of a prompt and an answer
+    "a run of steps": (Costs(DEAR), (1, 9223), 9223 * DEAR),
+    "a step": (Costs(DEAR), (1, 1), DEAR),
+    "keys": (Costs(1, key_ps=DEAR), (4000, 2), 2 + 4001 * DEAR),
+    "pairs": (Costs(1, pair_ps=DEAR), (100, 1), 1 + 5050 * DEAR),
+}
+TOO_LATE = "^the last request ends after 106 days: expected less load, or fewer requests$"
+
+
+@in_both
+@pytest.mark.parametrize("jump", [False, True])
+@pytest.mark.parametrize("what", LAST)
+def test_the_last_picosecond_is_the_last(what, jump, native):
+    def end(trace, costs):
+        how = {"jump": jump, "native": native}
+        return fleet.simulate(trace, 1, "round-robin", costs, Shape(2, 5000), **how).end_ps[-1]
+
+    costs, tokens, takes = LAST[what]
+    assert end(few(*tokens, [END - takes]), costs) == END
+    assert end(few(1, 1, [0, END - 2]), Costs(1)) == END, "and of a later turn"
+    with pytest.raises(RequestError, match=TOO_LATE):
+        end(few(*tokens, [END - takes + 1]), costs)
+    for gap_ps in (END - 1, END):  # it ends, or comes, too late
+        with pytest.raises(RequestError, match=TOO_LATE):
+            end(few(1, 1, [0, gap_ps]), Costs(1))
+
+
+@in_both
+@pytest.mark.parametrize(
+    ("costs", "tokens"),
+    [
+        (Costs(*[DEAR] * 6), 2**14),  # the first step
+        (Costs(1, key_ps=DEAR), 2**14),  # the first decode
+        (Costs(1, key_ps=10**6), 2**22),  # one of the last of a run of millions
+    ],
+)
+def test_what_lasts_too_long_is_refused_in_the_same_words(costs, tokens, native):
+    shape = Shape(1, 2**24, 2**24, 1)
+    with pytest.raises(RequestError, match=TOO_LATE):
+        fleet.simulate(few(tokens, tokens, [0]), 1, "least-loaded", costs, shape, native=native)
+
+
+@in_both
+def test_what_would_end_too_late_does_even_if_an_arrival_cuts_it_short(native):
+    trace = replace(repeated(few(1, 2**20, [0]), 2), gap_ps=np.array([0, 10**17]))
+    shape = Shape(2, 2, 2**18, 16)
+    with pytest.raises(RequestError, match=TOO_LATE):
+        fleet.simulate(trace, 1, "round-robin", Costs(10**13), shape, native=native)
+
+
+@needs_cpp
+def test_what_is_beyond_its_numbers_cpp_leaves_to_python(monkeypatch):
+    """It is asked for by name, or it is not said."""
+    monkeypatch.setattr(fleet_native, "WORTH", 1)
+    fits, beyond = few(2**24, 3, [0]), few(2**24 + 1, 3, [0])
+    shape = Shape(1, 2**40, 2**70, 4096)  # whose limits Python has
+    given = (1, "round-robin", Costs(1, 1, 1, 1, 1, 1), shape)
+    assert [fleet.simulate(trace, *given).native for trace in (fits, beyond)] == [True, False]
+    assert columns_of(fleet.simulate(fits, *given)) == columns_of(
+        fleet.simulate(fits, *given, native=False)
+    )
+    with pytest.raises(RequestError, match=r"^native=True: it takes 2\^24 requests, of 2\^24 tok"):
+        fleet.simulate(beyond, *given, native=True)
+    monkeypatch.setattr(fleet_native, "MOST", 1)
+    with pytest.raises(RequestError, match="native=True: it takes"):
+        fleet.simulate(traffic(2), *given[:-1], native=True)
+
+
+@needs_cpp
+def test_few_requests_are_served_in_python_and_many_in_cpp():
+    law = {"system": 8, "message": 4, "answer": 2, "context": 64}
+    found = [
+        fleet.simulate(traffic(count, **law), 2, "round-robin", STEP_MS)
+        for count in (fleet_native.WORTH - 1, fleet_native.WORTH)
+    ]
+    assert [one.native for one in found] == [False, True]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is built")
+@pytest.mark.parametrize("how", ["no compiler", "not wanted", "it fails"])
+def test_without_native_code_python_finds_the_same(how, monkeypatch, tmp_path, recorded, capsys):
+    trace, shape = traffic(300, 200.0), Shape(16, 64, 64, 16)
+    right = fleet.simulate(trace, 3, "prefix-aware", STEP_MS, shape)
+    failing = tmp_path / "failing"
+    failing.write_text("#!/bin/sh\n[ $1 = --version ] && exit\necho out of luck >&2; exit 1\n")
+    failing.chmod(0o755)
+    monkeypatch.setenv("SPINDLE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("SPINDLE_NO_EXT", str(int(how == "not wanted")))
+    if how != "not wanted":
+        monkeypatch.setenv("CXX", str(failing) if how == "it fails" else "no-such-compiler")
+    words = {"no compiler": "no C..? compiler", "not wanted": "SPINDLE_NO_EXT=1"}
+    monkeypatch.setattr(fleet_native, "WORTH", 1)
+    for cached in (build.library, fleet_native._library):
+        cached.cache_clear()
+    try:
+        found = fleet.simulate(trace, 3, "prefix-aware", STEP_MS, shape)
+        with pytest.raises(RequestError, match=f"native=True: .*{words.get(how, 'out of luck')}"):
+            fleet.simulate(trace, 3, "prefix-aware", STEP_MS, shape, native=True)
+        command("--costs", recorded)
+    finally:
+        for cached in (build.library, fleet_native._library):
+            cached.cache_clear()
+    assert not found.native and columns_of(found) == columns_of(right)
+    assert " s of Python, " in capsys.readouterr().out
+
+
+class Watched:
+    """The library, and how many fleets it holds."""
+
+    def __init__(self):
+        self.library, self.held, self.begun, self.slices = fleet_native._library(), 0, 0, 0
+
+    def spindle_fleet_begin(self, given, fleet):
+        self.library.spindle_fleet_begin(given, fleet)
+        self.held += bool(fleet)
+        self.begun += 1
+
+    def spindle_fleet_run(self, *its):
+        self.slices += 1
+        return self.library.spindle_fleet_run(*its)
+
+    def spindle_fleet_free(self, fleet):
+        self.library.spindle_fleet_free(fleet)
+        self.held -= bool(fleet)
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Slices of 64 events; after them nothing is held, whatever has happened."""
+    one = Watched()
+    monkeypatch.setattr(fleet_native, "_library", lambda: one)
+    monkeypatch.setattr(fleet_native, "SLICE_S", 0.0)
+    yield one
+    assert one.begun and not one.held
+
+
+@needs_cpp
+def test_slices_are_the_whole(watched):
+    trace = traffic(400, 200.0)
+    given = (trace, 3, "two-choices", STEP_MS, Shape(16, 64, 64, 16))
+    told, found = [], fleet.simulate(*given, native=False)
+    sliced = fleet_native.run(*given, 1.25, 0, True, told.append)
+    assert columns_of(found) == columns_of(replace(found, **sliced))
+    assert watched.slices > 20 and sum(told) == 400 and len(told) == watched.slices
+    assert sum(n > 0 for n in told) > 10, "the bar moves while it runs"
+
+
+@needs_cpp
+def test_ctrl_c_at_any_line_leaves_nothing_behind(watched, ctrl_c):
+    trace, lines = traffic(60, 200.0), 0
+
+    def work():
+        fleet.simulate(trace, 2, "least-loaded", STEP_MS, native=True)
+
+    while broken_off(work, lines, "fleet_native.py"):
+        assert watched.held == 0, lines
+        lines += 1
+    assert watched.begun > 20 and lines > 40
+
+
+@needs_cpp
+def test_what_is_told_of_the_end_of_requests_may_raise(watched):
+    given = (traffic(60), 2, "least-loaded", STEP_MS, Shape(), 1.25, 0, True)
+    with pytest.raises(ZeroDivisionError):
+        fleet_native.run(*given, lambda n: 1 // 0)
+    assert watched.held == 0
+
+
+@needs_cpp
+def test_late_and_no_memory_leave_nothing_behind(watched, monkeypatch):
+    given = (few(1, 9, [END - 5]), 1, "least-loaded", Costs(1), Shape(), 1.25, 0, True)
+    with pytest.raises(OverflowError):
+        fleet_native.run(*given, print)
+    assert watched.held == 0
+    monkeypatch.setattr(watched, "spindle_fleet_run", lambda *its: fleet_native.NO_MEMORY)
+    with pytest.raises(MemoryError, match="1 requests and 1 replicas"):
+        fleet_native.run(*given, lambda n: None)
+
+
+@pytest.fixture
+def alarm(ctrl_c):
+    """A Ctrl-C in 0.3 s."""
+    before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@needs_cpp
+def test_ctrl_c_is_heard_in_the_middle_of_a_minute(alarm):
+    trace, shape = repeated(few(1, 2**23, [0]), 200), Shape(1, 1, 2**20, 16)
+    start, how = time.perf_counter(), {"jump": False, "native": True}
+    with pytest.raises(KeyboardInterrupt):
+        fleet.simulate(trace, 1, "round-robin", Costs(1), shape, **how)
+    assert time.perf_counter() - start < 2
+
+
+@needs_cpp
+def test_columns_may_lie_as_they_like():
+    """Backwards, in steps, read-only; and numbers may be numpy's."""
+    trace = traffic(200, 200.0)
+    other = {}
+    for name in (*COLUMNS, "system_tokens"):
+        column = np.repeat(getattr(trace, name), 2)[::-1][::2][::-1]
+        column.flags.writeable = False
+        assert not column.flags.c_contiguous
+        other[name] = column
+    moved = replace(trace, **other, window_ps=tuple(np.array(trace.window_ps)))
+    given = (2, "prefix-aware", STEP_MS, Shape(*np.array([8, 64, 256, 16])))
+    one, two = (fleet.simulate(its, *given, native=True) for its in (trace, moved))
+    assert columns_of(one) == columns_of(two)
+
+
+@needs_cpp
+def test_the_names_that_both_files_have_are_in_one_order():
+    text = (build.SOURCES / "fleet.cpp").read_text(encoding="utf-8")
+    parts = {"Given": [*fleet_native.POINTERS, *fleet_native.NUMBERS, "balance", "shape", "costs"]}
+    parts |= {"Shape": fleet_native.LIMITS, "Costs": fleet_native.PRICES}
+    for name, members in parts.items():
+        body = text.split(f"struct {name} {{\n")[1].split("\n};")[0].split("\n\n")[0]
+        lines = [line.split("//")[0].rpartition(";")[0] for line in body.splitlines()]
+        found = [part.split()[-1].lstrip("*") for line in lines for part in line.split(",")]
+        assert found == members
+    assert [f"case {n}: return" in text for n in range(3)] == [True] * 3 and len(POLICIES) == 4
+    assert ctypes.sizeof(fleet_native._Given) == 8 * len(fleet_native._Given._fields_)
 
 
 # --- the traffic ----------------------------------------------------------------------------------
@@ -659,6 +1019,7 @@ def test_the_command_prints_what_it_writes(recorded, tmp_path, capsys):
     assert "recorded; cpu" in printed and "the longest here has" in printed
     for words in ("| prefix-aware | 4 |", "were in time at 1 replica, ", "Seed 0; a load of 1"):
         assert words in printed
+    assert " s of Python, " in printed, "so few requests are not worth a compiler"
     assert "Disturbed" not in printed and all(0 <= row["utilisation"] <= 1 for row in found["rows"])
 
 

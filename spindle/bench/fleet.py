@@ -8,6 +8,9 @@ or as it was recorded. Replicas plan as the scheduler does (fleet_replica.py), a
 requests (fleet_router.py), and conversations come as fleet_trace.py says. With a constant load a
 replica the table says whether a fleet scales; with a total load, how many replicas that takes.
 
+Many requests are simulated in C++ where that can be compiled (fleet_native.py): a million take a
+few seconds so, and a minute in Python. The numbers are the same.
+
 Left out: the way of a request and of its tokens through a network and an HTTP server; reading text;
 a bend in what steps cost; a router that is late to know what it is told; replicas that fail, start,
 or differ; answers that end by a stop token rather than at their length; drafts, several answers to
@@ -27,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from spindle.bench import fleet_tables, profile, report
+from spindle.bench import fleet_native, fleet_tables, profile, report
 from spindle.bench.fleet_costs import Costs, read
 from spindle.bench.fleet_events import Result, simulate
 from spindle.bench.fleet_replica import Shape
@@ -167,6 +170,8 @@ def compare(
 ) -> dict[str, Any]:
     """Everything that the command prints; measured: as `costs_of` gives it."""
     costs, rows = Costs(**measured["costs"]), list[dict[str, Any]]()
+    much = len(conversations.session) * len(plan.policies) >= fleet_native.WORTH
+    native = much and fleet_native.available()
     start = time.perf_counter()
     seqs = min(shape.max_seqs, _seats(conversations, shape))
     tokens = (conversations.prompt, conversations.output)
@@ -176,7 +181,7 @@ def compare(
         for policy in plan.policies:
             result = simulate(
                 trace, count, policy, costs, shape, balance=plan.balance,
-                seed=conversations.traffic.seed, progress=True,
+                seed=conversations.traffic.seed, progress=True, native=native,
             )  # fmt: skip
             rows.append({"policy": policy, "replicas": count} | figures(result, plan))
     longest = int((conversations.prompt + conversations.output).max())
@@ -185,6 +190,7 @@ def compare(
         "full_requests_s": full_s,
         "longest": longest,
         "seconds": time.perf_counter() - start,
+        "native": native,
         "measured": measured,
         "settings": asdict(plan)
         | {"shape": asdict(shape), "traffic": asdict(conversations.traffic)},

@@ -3,17 +3,22 @@
 One event at a time, in the order of time: a request arrives and is sent to a replica, or a replica
 has come to the end of a run of steps (fleet_replica.py). A conversation's next turn arrives some
 time after its answer has ended, so what a slow replica delays, it delays.
+
+This is the form to read, and to change. Long traces are served by the same events in C++
+(fleet_native.py), which find the same numbers.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
+from spindle.bench import fleet_native, fleet_router
 from spindle.bench.fleet_costs import PS, Costs
 from spindle.bench.fleet_replica import IDLE, Cache, Gaps, Replica, Sequence, Shape
 from spindle.bench.fleet_router import Router
@@ -27,6 +32,7 @@ class Result:
 
     Times are in picoseconds. cached: tokens of the prompt that were remembered. steps: passes.
     busy_ps: within the trace's window. Figures count the requests that arrive in that window.
+    native: whether C++ has found it.
     """
 
     trace: Trace
@@ -41,6 +47,7 @@ class Result:
     twice: np.ndarray
     evicted: np.ndarray
     gaps: Gaps
+    native: bool
 
     @property
     def counted(self) -> np.ndarray:
@@ -92,12 +99,14 @@ def simulate(
     seed: int = 0,
     jump: bool = True,
     progress: bool = False,
+    native: bool | None = None,
 ) -> Result:
     """Serve a trace with so many replicas of one shape behind a router.
 
     policy: one of POLICIES; balance: how much more than the average a replica may have, for
     "prefix-aware"; seed: for "two-choices". jump: do runs of alike steps at once, which changes
-    nothing. RequestError, before it begins, for what cannot be.
+    nothing. native: in C++, which changes nothing either; None: from 10,000 requests on, where that
+    is to be had. RequestError, before it begins, for what cannot be.
     """
     shape = shape or Shape()
     if not 1 <= replicas <= 100_000:
@@ -106,7 +115,34 @@ def simulate(
         words = f"{replicas} replicas and {len(trace.system_tokens)} system prompts"
         raise RequestError(f"{words}: expected a product of 10^8 at most")
     check_room(trace, shape)
-    return _Fleet(trace, replicas, policy, costs, shape, balance, seed, jump).run(progress)
+    fleet_router.check(policy, balance)
+    native = _is_native(trace, native)
+    form = fleet_native.run if native else _run
+    bar = tqdm(total=len(trace.session), disable=None if progress else True, unit="req")
+    try:
+        with bar:
+            found = form(trace, replicas, policy, costs, shape, balance, seed, jump, bar.update)
+    except OverflowError:
+        right = "expected less load, or fewer requests"
+        raise RequestError(f"the last request ends after 106 days: {right}") from None
+    return Result(trace, **found, native=native)
+
+
+def _is_native(trace: Trace, wanted: bool | None) -> bool:
+    """Whether C++ is to serve it. RequestError if it is wanted and cannot."""
+    if wanted is None:
+        return len(trace.session) >= fleet_native.WORTH and not fleet_native.why_not(trace)
+    if wanted and (why := fleet_native.why_not(trace)):
+        raise RequestError(f"native=True: {why}")
+    return wanted
+
+
+def _run(
+    trace: Trace, replicas: int, policy: str, costs: Costs, shape: Shape, balance: float,
+    seed: int, jump: bool, ended: Callable[[int], object],
+) -> dict[str, Any]:  # fmt: skip
+    """As `fleet_native.run`, in Python."""
+    return _Fleet(trace, replicas, policy, costs, shape, balance, seed, jump).run(ended)
 
 
 class _Fleet:
@@ -137,25 +173,27 @@ class _Fleet:
         self._expect_next()
         self.wakes: list[tuple[int, int]] = []  # a heap: when, and which replica
 
-    def run(self, progress: bool) -> Result:
-        """Event by event; of those at one time, arrivals come first."""
+    def run(self, ended: Callable[[int], object]) -> dict[str, Any]:
+        """Event by event; of those at one time, arrivals come first. -> columns of a Result.
+
+        ended: told how many requests have just ended. OverflowError: a number is beyond 64 bits.
+        """
         arrivals, wakes, replicas = self.arrivals, self.wakes, self.replicas
-        with tqdm(total=len(self.session), disable=None if progress else True, unit="req") as bar:
-            while arrivals or wakes:
-                if arrivals and (not wakes or arrivals[0][0] <= wakes[0][0]):
-                    self._arrive(*heapq.heappop(arrivals))
+        while arrivals or wakes:
+            if arrivals and (not wakes or arrivals[0][0] <= wakes[0][0]):
+                self._arrive(*heapq.heappop(arrivals))
+                continue
+            when, number = wakes[0]
+            replica = replicas[number]
+            if replica.end_ps == when:  # else it was cut short, and has woken
+                replica.wake()
+                if replica.ended:
+                    ended(self._end(when, replica))
+                if replica.end_ps != IDLE:
+                    heapq.heapreplace(wakes, (replica.end_ps, number))
                     continue
-                when, number = wakes[0]
-                replica = replicas[number]
-                if replica.end_ps == when:  # else it was cut short, and has woken
-                    replica.wake()
-                    if replica.ended:
-                        bar.update(self._end(when, replica))
-                    if replica.end_ps != IDLE:
-                        heapq.heapreplace(wakes, (replica.end_ps, number))
-                        continue
-                heapq.heappop(wakes)
-        return self._result()
+            heapq.heappop(wakes)
+        return self._columns()
 
     def _expect_next(self) -> None:
         """Of those that begin a conversation one at a time is in the heap: so it stays small."""
@@ -190,28 +228,23 @@ class _Fleet:
                 heapq.heappush(self.arrivals, (when + self.gap_ps[request + 1], request + 1))
         return len(ended)
 
-    def _result(self) -> Result:
+    def _columns(self) -> dict[str, Any]:
         def array(values: Iterable[int]) -> np.ndarray:
-            try:
-                return np.array(list(values), np.int64)
-            except OverflowError:
-                right = "expected less load, or fewer requests"
-                raise RequestError(f"the last request ends after 106 days: {right}") from None
+            return np.array(list(values), np.int64)
 
         def of(name: str) -> np.ndarray:
             return array(getattr(one, name) for one in self.replicas)
 
-        return Result(
-            self.trace,
-            replica=array(self.router.sent),
-            arrival_ps=array(self.arrival_ps),
-            first_ps=array(self.first_ps),
-            end_ps=array(self.end_ps),
-            cached=array(self.found),
-            steps=of("tick"),
-            busy_ps=of("busy_ps"),
-            preemptions=of("preemptions"),
-            twice=of("twice"),
-            evicted=array(one.cache.evicted for one in self.replicas),
-            gaps=self.gaps,
-        )
+        return {
+            "replica": array(self.router.sent),
+            "arrival_ps": array(self.arrival_ps),
+            "first_ps": array(self.first_ps),
+            "end_ps": array(self.end_ps),
+            "cached": array(self.found),
+            "steps": of("tick"),
+            "busy_ps": of("busy_ps"),
+            "preemptions": of("preemptions"),
+            "twice": of("twice"),
+            "evicted": array(one.cache.evicted for one in self.replicas),
+            "gaps": self.gaps,
+        }

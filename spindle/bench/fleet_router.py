@@ -29,6 +29,19 @@ from spindle.errors import RequestError
 Policy = Callable[["Router", int], int]
 
 
+def check(policy: str, balance: float) -> None:
+    """RequestError for what no router does."""
+    if policy not in POLICIES:
+        raise RequestError(f"policy={policy!r}: expected one of {', '.join(POLICIES)}")
+    if not 1 <= balance <= 1e6:
+        raise RequestError(f"balance={balance:g}: expected 1 or more")
+
+
+def pairs(seed: int, replicas: int, requests: int) -> np.ndarray:
+    """The two replicas that are drawn for each request [N, 2]."""
+    return np.random.default_rng(seed).integers(0, replicas, (requests, 2))
+
+
 class Router:
     """Sends requests of a trace to replicas; the only writer of `load` and `sent`."""
 
@@ -36,10 +49,6 @@ class Router:
         self, session: list[int], system: list[int], caches: list[Cache], known: np.ndarray,
         policy: str, balance: float, seed: int,
     ) -> None:  # fmt: skip
-        if policy not in POLICIES:
-            raise RequestError(f"policy={policy!r}: expected one of {', '.join(POLICIES)}")
-        if not 1 <= balance <= 1e6:
-            raise RequestError(f"balance={balance:g}: expected 1 or more")
         self.session, self.system, self.caches, self.known = session, system, caches, known
         self.balance, self._policy = balance, POLICIES[policy]
         self.load = np.zeros(len(caches), np.int64)  # unfinished requests
@@ -47,8 +56,7 @@ class Router:
         self.sent = [-1] * len(session)  # to whom, by request
         self.turn = -1
         if policy == "two-choices":
-            rng = np.random.default_rng(seed)
-            self.drawn = rng.integers(0, len(caches), (len(session), 2)).tolist()
+            self.drawn = pairs(seed, len(caches), len(session)).tolist()
 
     def route(self, request: int) -> int:
         """The replica of a request that arrives."""

@@ -94,7 +94,8 @@ def _notes(result: Found) -> str:
     lines = [
         f"Goodput: first token within {settings['ttft_slo_ms']:g} ms, and a mean gap of at most "
         f"{settings['itl_slo_ms']:g} ms. {total:,} requests and {sum(r['steps'] for r in rows):,} "
-        f"steps in {result['seconds']:.1f} s, {result['seconds'] / total * 1e6:.0f} us a request; "
+        f"steps in {result['seconds']:.1f} s of {'C++' if result['native'] else 'Python'}, "
+        f"{result['seconds'] / total * 1e6:.1f} us a request; "
         f"{sum(r['preemptions'] for r in rows):,} preemptions, "
         f"{sum(r['twice'] for r in rows):,} blocks computed twice at once."
     ]
