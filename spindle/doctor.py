@@ -29,7 +29,11 @@ EXTRAS = {  # module -> the extra that installs it, what it is for
     "matplotlib": ("notebooks", "the notebooks cannot draw"),
     "sphinx": ("book", "`make book` cannot build the book"),
 }
-NATIVE = {"native ops": "cpu", "native sampling": "sampling"}  # -> the source in csrc
+NATIVE = {  # -> the source in csrc, and what it costs to have none
+    "native ops": ("cpu", "decoding is slower on a CPU"),
+    "native sampling": ("sampling", "decoding is slower on a CPU"),
+    "native fleet": ("fleet", "`spindle bench fleet` is slower"),
+}
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ def build_all() -> tuple[list[Check], bool]:
 
     made = [
         _built(what, partial(build.place, name), partial(build.built, name))
-        for what, name in NATIVE.items()
+        for what, (name, _) in NATIVE.items()
     ]
     for gpu in _gpus():
         parts = partial(build.cuda_place, gpu), partial(build.cuda_built, gpu)
@@ -166,14 +170,14 @@ def cpp_compiler() -> Check:
 
 
 def native_code() -> Iterator[Check]:
-    """The libraries in C++ for a CPU: built, or to be built by the first step that needs them."""
+    """The libraries in C++ for a CPU: built, or to be built by whoever needs them first."""
     from spindle.kernels import build
 
-    for what, name in NATIVE.items():
+    for what, (name, cost) in NATIVE.items():
         try:
             path = build.place(name)
         except OSError as cause:
-            yield Check(what, None, f"{cause}: decoding is slower on a CPU")
+            yield Check(what, None, f"{cause}: {cost}")
         else:
             yield Check(what, str(path) if path.exists() else "built when first needed")
 

@@ -849,7 +849,7 @@ def test_doctor_says_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["torch"]["found"] == torch.__version__
     assert report["threads"]["found"].startswith(f"{torch.get_num_threads()} ")
     names = ("python", "device", "c++ compiler", "nvcc", "cache", "model tiny", "model smollm2")
-    names += ("native ops", "native sampling", "cuda kernels", "cuda emulator")
+    names += ("native ops", "native sampling", "native fleet", "cuda kernels", "cuda emulator")
     for name in (*names, "transformers", "matplotlib", "sphinx"):
         assert f" {name} " in text
         assert set(report[name]) == {"found", "cost"}

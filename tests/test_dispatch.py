@@ -660,7 +660,7 @@ def test_doctor_builds_all_that_can_be_built(fake_nvcc, small_sources, capsys):
         (small_sources / name).unlink()
     emulate.library_of.cache_clear()
     status, lines = built_by_doctor(capsys)
-    names = ("native ops", "native sampling", "cuda kernels", "emulated copy.cu")
+    names = ("native ops", "native sampling", "native fleet", "cuda kernels", "emulated copy.cu")
     assert status == 0 and len(lines) == len(names)
     for line, name in zip(lines, names, strict=True):
         found = re.fullmatch(rf"  {name} +(/\S+\.so), \d+\.\d s", line)
