@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from contextlib import aclosing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from spindle.errors import SpindleError, shown
+from spindle.errors import SpindleError, brief, shown
 from spindle.openai_form import Asked, BodyError, chat_request, completion_request, read_body
 from spindle.serve.llm import LLM
 from spindle.server.answer import Answer
@@ -40,6 +40,7 @@ class Service:
         self._llm, self._engine, self._meter, self._options = llm, engine, meter, options
         assert llm.tokenizer is not None, "the engine's loop has refused it"
         self._tokenizer, self._created_s = llm.tokenizer, int(time.time())
+        self._tasks = set[asyncio.Task[Any]]()
         guard = Middleware(Guard, meter, options.api_key, on_loopback)
         cors = Middleware(
             CORSMiddleware,
@@ -71,11 +72,13 @@ class Service:
 
     async def completions(self, request: Request) -> Response:
         """Continue one prompt or several."""
-        return await self._answer(request, completion_request, "cmpl")
+        with self._unready():
+            return await self._answer(request, completion_request, "cmpl")
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
-        return await self._answer(request, chat_request, "chatcmpl")
+        with self._unready():
+            return await self._answer(request, chat_request, "chatcmpl")
 
     async def models(self, request: Request) -> Response:
         """The list of models: there is one."""
@@ -97,7 +100,23 @@ class Service:
         """Everything that is counted, for Prometheus."""
         return Response(self._meter.page(), media_type=CONTENT_TYPE_LATEST)
 
+    def break_off(self) -> None:
+        """Refuse the requests that are still being read or prepared: the server ends."""
+        for task in self._tasks:
+            task.cancel()
+
     # --- the parts of the above -----------------------------------------------------------------
+
+    @contextmanager
+    def _unready(self) -> Iterator[None]:
+        """The part of a request that `break_off` breaks off; then it is the engine's."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            yield
+        finally:
+            self._tasks.remove(task)
 
     async def _answer(self, request: Request, read: Reader, kind: str) -> Response:
         arrival_s = time.perf_counter()
@@ -193,7 +212,7 @@ async def _gone(request: Request, error: Exception) -> Response:
 async def _no_such_place(request: Request, error: Exception) -> Response:
     """A path or a method that is not there, as the router says it."""
     assert isinstance(error, HTTPException)
-    where = f"{request.method} {shown(request.url.path)}"
+    where = f"{brief(request.method)} {shown(request.url.path)}"
     words = {404: "no such path here", 405: "another method is expected"}
     message = f"{where}: {words.get(error.status_code, error.detail)}"
     return response_to(Refusal(error.status_code, message, "unknown_url", headers=error.headers))

@@ -45,7 +45,7 @@ class Guard:
         app = self._app if refusal is None else response_to(refusal)
         try:
             await app(scope, receive, counted)
-        except asyncio.CancelledError:  # the server ends, and has waited for it long enough
+        except asyncio.CancelledError:  # the server ends, and does not wait for it
             if not begun:
                 await response_to(unavailable(SHUTTING_DOWN))(scope, receive, counted)
         except Exception:  # a fault of ours: it is answered farther out

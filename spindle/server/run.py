@@ -58,9 +58,9 @@ class Server:
             self._socket.listen(BACKLOG)
         address, self.port = self._socket.getsockname()[:2]
         self.on_loopback = is_loopback(address)
-        service = Service(llm, self._engine, meter, options, self.on_loopback)
+        self._service = Service(llm, self._engine, meter, options, self.on_loopback)
         config = uvicorn.Config(
-            service.app,
+            self._service.app,
             http=Protocol,
             ws="none",
             loop="asyncio",
@@ -103,6 +103,7 @@ class Server:
     async def drain(self) -> None:
         """Take nothing more, let what runs end within `grace_s`, abort the rest, and stop."""
         self._engine.refuse(SHUTTING_DOWN)
+        self._service.break_off()
         if not self._engine.idle.is_set() and self._options.grace_s:
             LOG.warning("shutting down: what runs has %g s to end", self._options.grace_s)
         await asyncio.to_thread(self._engine.idle.wait, self._options.grace_s)
