@@ -336,7 +336,9 @@ def test_every_page_can_be_passed_on(site, pages):
             for tag in page("meta")
             if tag.get("content")
         }
-        assert tags["og:title"] == page.h1.get_text().rstrip("#")
+        title = page.h1.get_text().rstrip("#")
+        assert tags["og:title"] == title
+        assert page.title.get_text() == (title if title == "spindle" else f"{title} \u2014 spindle")
         assert 30 < len(tags["og:description"]) < 420, path.name
         assert tags["twitter:card"] == "summary_large_image"
         assert (path.parent / tags["og:image"]).is_file()
@@ -541,6 +543,12 @@ def doctree(api, lines: list[str]):
     return docutils.core.publish_doctree(text, settings_overrides=settings)
 
 
+def test_signatures_are_read_as_python(site):
+    text = (site / "book/api.html").read_text("utf-8")
+    assert "factory" not in text
+    assert not re.search(r"~[a-z]+\.[a-z]", text)
+
+
 def test_a_field_of_a_named_tuple_has_no_words_that_are_not_ours(site):
     assert "Alias for field number" not in (site / "book/api.html").read_text("utf-8")
 
@@ -574,6 +582,23 @@ def test_a_plain_docstring_says_the_same_in_the_book(ext):
     assert tree[3].tagname == "literal_block"
     assert tree[3].astext() == "Tree\n├── a * b\n  deeper `x"
     assert [item.astext() for item in tree[5]] == ["one\nand more", "two"]
+
+
+def test_names_in_one_line_are_items_of_their_own_and_a_new_sentence_is_not(ext):
+    lines = ["k: drafts a pass; why: who", "asks. most: 3; b: 4.", "None: all. x: 5.", "The end."]
+    tree = doctree(ext.api, lines)
+    items = ["k: drafts a pass;", "why: who\nasks.", "most: 3;", "b: 4."]
+    assert [item.astext() for item in tree[0]] == items
+    assert tree[1].astext() == "None: all. x: 5.\nThe end."
+
+
+@pytest.mark.parametrize(
+    ("block", "language"),
+    [("x = f(1)\n\ny", "python"), (">>> x", "pycon"), ("d_i ~ q_i, or", "text")],
+)
+def test_a_block_is_coloured_as_what_it_is(ext, block, language):
+    indented = ["    " + line if line else line for line in block.split("\n")]
+    assert f".. code-block:: {language}" in ext.api.to_rst(["So:", "", *indented, "", "x y"])
 
 
 def test_a_line_that_happens_to_begin_with_a_word_and_a_colon_is_no_item(ext):

@@ -1,15 +1,20 @@
 """The API page: every public name, then every room, from the docstrings."""
 
+import ast
 import inspect
+import itertools
 import pkgutil
 import re
+import textwrap
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 from sphinx.application import Sphinx
 
-FIELD = re.compile(r"([a-z_]\w*(?:, [a-z_]\w*)*): (?=\S)")
+NAMES = r"[a-z_]\w*(?:, [a-z_]\w*)*: (?=\S)"
+FIELD = re.compile(NAMES)
+NEXT_FIELD = re.compile(r"(?<=[.;]) (?=" + NAMES + ")")  # in the middle of a line
 OUTSIDE = re.compile(r"spindle\.(__main__|cli|bench|checkpoints)\b")
 
 
@@ -78,30 +83,62 @@ def plain_docstring(
     lines[:] = [] if of_namedtuple else to_rst(lines)
 
 
+def plain_signature(
+    app: Sphinx, what: str, name: str, obj: object, options: object,
+    signature: str | None, returns: str | None,
+) -> tuple[str | None, str | None]:  # fmt: skip
+    """What a dataclass makes afresh is `...`: `<factory>` is no Python, and none would be read."""
+    return signature and signature.replace("<factory>", "..."), returns
+
+
 def to_rst(lines: list[str]) -> list[str]:
-    """Indented text becomes a literal block, `x: meaning` an item, everything else is escaped."""
+    """Indented text becomes a literal block, `x: meaning` an item, everything else is escaped.
+
+    An item goes on until a line begins with a new sentence.
+    """
     out: list[str] = []
     inside = ""  # "literal", "item", or "" for a paragraph
-    for line in lines:
+    for at, line in enumerate(lines):
         if not line.strip():
             out.append("")
             inside = "literal" if inside == "literal" else ""
         elif line[0] == " " and inside != "item":
-            out += [] if inside == "literal" else ["", "::", ""]
+            if inside != "literal":
+                out += ["", f".. code-block:: {language(lines[at:])}", ""]
             out.append("   " + line)
             inside = "literal"
         elif (field := FIELD.match(line)) and (inside == "item" or ended(out)):
-            out += ["", f"- ``{field.group(1)}``: {escaped(line[field.end() :])}"]
+            out += [""] + [item(part) for part in NEXT_FIELD.split(line)]
             inside = "item"
         elif bullet := re.match(r"(?:[-*]|\d+\.) ", line):
             out += ["", "- " + escaped(line[bullet.end() :])]
             inside = "item"
-        elif inside == "item" and not line.startswith("Raises "):
-            out.append("  " + escaped(line.strip()))
+        elif inside == "item" and not (ended(out) and line[0].isupper()):
+            rest, *parts = NEXT_FIELD.split(line.strip())
+            out += ["  " + escaped(rest)] + [item(part) for part in parts]
         else:
             out += [escaped(line)] if inside == "" else ["", escaped(line)]
             inside = ""
     return [*out, ""]
+
+
+def item(field: str) -> str:
+    """An item of a list: a name, or several, and what it means."""
+    names, meaning = field.split(": ", 1)
+    return f"- ``{names}``: {escaped(meaning)}"
+
+
+def language(lines: list[str]) -> str:
+    """Of the indented text that `lines` begin with: as Pygments calls it."""
+    block = itertools.takewhile(lambda line: not line.strip() or line[0] == " ", lines)
+    text = textwrap.dedent("\n".join(block))
+    if text.startswith(">>> "):
+        return "pycon"
+    try:
+        ast.parse(text)
+    except SyntaxError:
+        return "text"
+    return "python"
 
 
 def ended(out: list[str]) -> bool:
@@ -121,4 +158,5 @@ def escaped(line: str) -> str:
 def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("source-read", list_the_names)
     app.connect("autodoc-process-docstring", plain_docstring)
+    app.connect("autodoc-process-signature", plain_signature)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -28,6 +28,8 @@ def describe(
     if doctree is None:
         return
     title = nodes.Text(next(iter(doctree.findall(nodes.title))).astext())
+    if title == app.config.project:
+        context["docstitle"] = ""  # or the cover would be called "spindle - spindle"
     text = description(doctree, pagename)
     image = context["pathto"](picture(app, doctree), 1)
     if app.config.html_baseurl:

@@ -52,7 +52,8 @@ feature happened to nobody fails. Each column is a way to know what the answers 
 
 The numbers count the requests that the feature happened to; other requests ran beside them, and
 were compared as well. The run was on {date}, from seed {seed}, in {minutes}
-minutes on one thread, with {versions}, on code `{code}`.
+minutes on one thread, with {versions}. The code it ran on,
+hashed without its comments, is `{code}`.
 <!-- since -->
 
 The models are random and tiny, of five families ({families}), with

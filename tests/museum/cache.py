@@ -130,6 +130,7 @@ FAULTS = [
     ),
     Fault(
         name="nothing-times-nan",
+        words="Nothing times NaN",
         file="kernels/twins.py",
         before="k, v = (wide(x).masked_fill(beyond[:, :, None, None], 0.0) for x in (k, v))",
         after="k, v = (wide(x) for x in (k, v))",
@@ -142,6 +143,7 @@ FAULTS = [
     ),
     Fault(
         name="nothing-times-nan-once-more",
+        words="Nothing times NaN, once more",
         file="kvcache/static.py",
         before="seen = wide(values).masked_fill(beyond, 0.0).transpose(1, 2)",
         after="seen = wide(values).transpose(1, 2)",

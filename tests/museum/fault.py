@@ -30,10 +30,13 @@ class Fault:
     chapter: str = ""  # the chapter that it belongs to
     breaks: str = ""  # code of that chapter's "Break it" which plants the same fault
     inside: str = ""
+    words: str = ""  # the heading, where the name without its hyphens is not good English
 
     @property
     def title(self) -> str:
         """The name in words."""
+        if self.words:
+            return self.words
         words = self.name.replace("-", " ")
         return words[0].upper() + words[1:]
 

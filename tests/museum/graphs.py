@@ -105,6 +105,7 @@ FAULTS = [
     ),
     Fault(
         name="rows-of-nobody-in-somebodys-block",
+        words="Nobody's rows in somebody's block",
         file="serve/recorded.py",
         before="return Row.of(0, 0, [self.kv.scratch], self.kv.pool.block_size)",
         after="return Row.of(0, 0, [0], self.kv.pool.block_size)",

@@ -78,6 +78,7 @@ FAULTS = [
     ),
     Fault(
         name="an-epsilon-of-ones-own",
+        words="An epsilon of one's own",
         file="config.py",
         before='norm_eps=r.number("layer_norm_epsilon", 1e-5),',
         after="norm_eps=1e-5,",
@@ -147,6 +148,7 @@ FAULTS = [
     ),
     Fault(
         name="tied-whatever-the-file-says",
+        words="Tied, whatever the file says",
         file="model/weights.py",
         before="same = self.tied and torch.equal(table, other)",
         after="same = self.tied",

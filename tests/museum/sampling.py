@@ -156,6 +156,7 @@ FAULTS = [
     ),
     Fault(
         name="not-a-number-but-a-token",
+        words="Not a number, but a token",
         file="decode/sampling.py",
         before="return torch.where(sound, tokens, -1)",
         after="return tokens",

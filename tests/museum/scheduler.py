@@ -95,6 +95,7 @@ FAULTS = [
     ),
     Fault(
         name="the-neighbours-row",
+        words="The neighbour's row",
         file="serve/runner.py",
         before="ends[n] - 1 - chunks[n].drafts",
         after="ends[n] - 2 - chunks[n].drafts",

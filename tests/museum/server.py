@@ -5,6 +5,7 @@ from museum.fault import Fault
 FAULTS = [
     Fault(
         name="nobody-hears-a-hang-up",
+        words="Nobody hears a hang-up",
         file="server/loop.py",
         before="if not reply.is_over:",
         after="if False:",

@@ -214,6 +214,7 @@ FAULTS = [
     ),
     Fault(
         name="nobodys-seed",
+        words="Nobody's seed",
         file="decode/speculative.py",
         before="u_accept, u = draw(rows, position, ACCEPT), draw(rows, position, SAMPLE)",
         after="u_accept, u = torch.rand(2, len(p), dtype=torch.float64)",

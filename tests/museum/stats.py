@@ -55,6 +55,7 @@ FAULTS = [
     ),
     Fault(
         name="three-tokens-one-gap",
+        words="Three tokens, one gap",
         file="decode/stats.py",
         before="gaps += [(now - before) * 1e3 / count] * count",
         after="gaps += [(now - before) * 1e3]",
@@ -87,6 +88,7 @@ FAULTS = [
     ),
     Fault(
         name="what-was-ordered-not-what-came",
+        words="What was ordered, not what came",
         file="bench/load.py",
         before="return sum(len(record.token_ids) for record in self.records)",
         after="return sum(record.request.output for record in self.records)",
