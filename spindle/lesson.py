@@ -141,10 +141,21 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Number) and not isinstance(value, bool | complex)
 
 
+def _singular(unit: str) -> str:
+    """1 rows is 1 row; but 1 times."""
+    first, *rest = unit.split(" ")
+    for many, one in {"times": "times", "ches": "ch", "ies": "y", "s": ""}.items():
+        if first.isalpha() and len(first) > 2 and first.endswith(many):
+            return " ".join([first.removesuffix(many) + one, *rest])
+    return unit
+
+
 def _said(value: object, unit: str) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return f"{value}"
     text = f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+    if value == 1:
+        unit = _singular(unit)
     return f"{text} {unit}".rstrip()
 
 

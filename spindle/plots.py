@@ -165,6 +165,18 @@ def _listed(name: str, words: Sequence[str]) -> str:
 
 # --- tokens a second against rows in a pass -----------------------------------------------------
 
+# Where the label of a dot may stand, the best place first.
+_SIDES: tuple[dict[str, Any], ...] = (
+    {"shift": (9, -1), "va": "center", "ha": "left"},
+    {"shift": (-9, -1), "va": "center", "ha": "right"},
+    {"shift": (7, 5), "va": "bottom", "ha": "left"},
+    {"shift": (7, -5), "va": "top", "ha": "left"},
+    {"shift": (-7, 5), "va": "bottom", "ha": "right"},
+    {"shift": (-7, -5), "va": "top", "ha": "right"},
+    {"shift": (0, 8), "va": "bottom", "ha": "center"},
+    {"shift": (0, -8), "va": "top", "ha": "center"},
+)
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -205,14 +217,19 @@ def roofline_dots(
     """
     fig, ax = figure(8, 5, title, "rows in a pass", f"tokens a {unit}")
     _bounds(ax, machine, max_rows, unit)
-    _dots(ax, recorded, COLOURS["recorded"], max_rows)
-    _dots(ax, dots, COLOURS["measured"], max_rows)
+    coloured = {COLOURS["recorded"]: recorded, COLOURS["measured"]: dots}
+    for colour, its in coloured.items():
+        for label, rows, speed in its:
+            ax.plot([rows], [speed], "o", ms=8, color=colour, zorder=3, label=label)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     ax.set_xlim(0.85, max_rows * 1.1)
     speeds = [machine.memory_bound(1), *(speed for _, _, speed in (*dots, *recorded))]
     ax.set_ylim(min(speeds) / 2, 2 * max(machine.compute_bound(), *speeds))
     _plain_ticks(ax, max_rows)
+    fig.draw_without_rendering()  # now it is known where everything comes to lie
+    for colour, its in coloured.items():
+        _name_dots(ax, its, colour)
     return fig
 
 
@@ -241,15 +258,35 @@ def _bounds(ax: Axes, machine: Machine, max_rows: int, unit: str) -> None:
     )  # fmt: skip
 
 
-def _dots(ax: Axes, dots: Sequence[tuple[str, float, float]], colour: str, max_rows: int) -> None:
+def _name_dots(ax: Axes, dots: Sequence[tuple[str, float, float]], colour: str) -> None:
+    """Beside each dot its label and speed, on the side where least is in the way."""
     for label, rows, speed in dots:
-        ax.plot([rows], [speed], "o", ms=8, color=colour, zorder=3, label=label)
         if not label:
             continue
-        left = rows > max_rows / 2
-        shift = (-9, -1) if left else (9, -1)
-        text = f"{label}: {_short(speed)}"
-        _note(ax, text, rows, speed, colour, shift, va="center", ha="right" if left else "left")
+        text, sides = f"{label}: {_short(speed)}", list[tuple[float, int]]()
+        for number, side in enumerate(_SIDES):
+            note = _note(ax, text, rows, speed, colour, **side)
+            sides.append((_in_the_way(ax, note), number))
+            note.remove()
+        _note(ax, text, rows, speed, colour, **_SIDES[min(sides)[1]])
+
+
+def _in_the_way(ax: Axes, note: Text) -> float:
+    """What a text would cover: other texts and dots, then lines, of which a thin one counts least.
+
+    Past the edge of the axes is the worst.
+    """
+    box = note.get_window_extent()
+    inside = ax.get_window_extent()
+    past = box.x0 < inside.x0 or box.x1 > inside.x1 or box.y0 < inside.y0 or box.y1 > inside.y1
+    covered = 100.0 * past
+    covered += sum(10 * box.overlaps(o.get_window_extent()) for o in ax.texts if o is not note)
+    for line in ax.lines:
+        if line.get_marker() == "o":
+            covered += 10 * box.overlaps(line.get_window_extent())
+        elif line.get_path().transformed(line.get_transform()).intersects_bbox(box, filled=False):
+            covered += line.get_linewidth()
+    return covered
 
 
 def _short(value: float) -> str:
@@ -259,9 +296,9 @@ def _short(value: float) -> str:
 
 def _note(
     ax: Axes, text: str, x: float, y: float, colour: str, shift: tuple[float, float], **how: Any
-) -> None:
+) -> Text:
     how = {"va": "bottom", "ha": "left", "color": colour, "fontsize": 10, **how}
-    ax.annotate(text, (x, y), shift, textcoords="offset points", **how)
+    return ax.annotate(text, (x, y), shift, textcoords="offset points", **how)
 
 
 def _plain_ticks(ax: Axes, max_rows: int) -> None:

@@ -75,6 +75,28 @@ def test_the_map_shows_the_dots_where_they_were_measured_and_recorded_ones_grey(
     assert dots["eager"].get_color() == plots.COLOURS["measured"]
 
 
+def test_a_label_of_the_map_stands_where_nothing_is_in_its_way():
+    """One dot on the roof, one beside it, one at the edge: beside all of them is too little room."""
+    knee = MACHINE.knee()
+    dots = [("on the roof", knee / 2, MACHINE.memory_bound(knee / 2)), ("at the edge", 60, 20.0)]
+    dots += [("beside it", knee / 1.5, 1.1 * dots[0][2]), ("above", 1, 3 * MACHINE.memory_bound(1))]
+    fig = plots.roofline_dots(dots, MACHINE, "A claim")
+    ax = fig.axes[0]
+    fig.draw_without_rendering()
+    names = [text for text in ax.texts if text.get_text().startswith(tuple(d[0] for d in dots))]
+    assert len(names) == 4
+    boxes = [text.get_window_extent() for text in ax.texts]
+    marks = [line.get_window_extent() for line in ax.lines if line.get_marker() == "o"]
+    for name in names:
+        box = name.get_window_extent()
+        assert sum(box.overlaps(other) for other in boxes) == 1  # its own
+        assert not any(box.overlaps(mark) for mark in marks)
+        assert ax.get_window_extent().x0 <= box.x0 < box.x1 <= ax.get_window_extent().x1
+        roof = ax.lines[2]
+        assert roof.get_label() == "bound"
+        assert not roof.get_path().transformed(roof.get_transform()).intersects_bbox(box, False)
+
+
 def test_the_map_says_its_claim_axes_bounds_and_dots_in_words():
     fig = plots.roofline_dots([("eager", 1, 15.0)], MACHINE, "Reading bounds one row")
     assert {
