@@ -76,7 +76,7 @@ def test_the_map_shows_the_dots_where_they_were_measured_and_recorded_ones_grey(
 
 
 def test_a_label_of_the_map_stands_where_nothing_is_in_its_way():
-    """One dot on the roof, one beside it, one at the edge: beside all of them is too little room."""
+    """One on the roof, one beside it, one at the edge: beside them there is too little room."""
     knee = MACHINE.knee()
     dots = [("on the roof", knee / 2, MACHINE.memory_bound(knee / 2)), ("at the edge", 60, 20.0)]
     dots += [("beside it", knee / 1.5, 1.1 * dots[0][2]), ("above", 1, 3 * MACHINE.memory_bound(1))]

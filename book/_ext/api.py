@@ -107,7 +107,7 @@ def to_rst(lines: list[str]) -> list[str]:
                 out += ["", f".. code-block:: {language(lines[at:])}", ""]
             out.append("   " + line)
             inside = "literal"
-        elif (field := FIELD.match(line)) and (inside == "item" or ended(out)):
+        elif FIELD.match(line) and (inside == "item" or ended(out)):
             out += [""] + [item(part) for part in NEXT_FIELD.split(line)]
             inside = "item"
         elif bullet := re.match(r"(?:[-*]|\d+\.) ", line):
