@@ -533,6 +533,8 @@ def test_of_two_at_once_the_second_is_refused(source, out, capsys):
         (("in", "pipe"), "it is no file, but a pipe or a device; expected a file, or none yet"),
         (("in", "none/out"), "there is no directory"),
         (("in", "out", "folder"), "it is a directory"),
+        (("x" * 300, "out"), "File name too long; expected a file of lines"),
+        (("in", "x" * 300), "it cannot be opened (File name too long)"),
     ],
     ids=str,
 )
@@ -562,11 +564,23 @@ def test_files_that_cannot_be_are_refused(tmp_path, monkeypatch, capsys, names, 
         (("--max-seqs", "0"), "--max-seqs=0: expected a whole number of 1 or more"),
         (("--num-blocks", "-1"), "--num-blocks=-1: expected a whole number"),
         (("--replicas", "0"), "--replicas=0: expected a whole number of 1 or more"),
+        (("--served-model-name", "\udcff"), "is called '\\udcff': expected printable characters"),
+        (("-m", "a\nb"), "is called 'a\\nb': expected printable characters"),
     ],
 )
 def test_options_that_cannot_be_are_refused(source, out, capsys, options, words):
     assert batch(source, out, *options) == 2
     assert words in one_error(capsys) and not out.exists()
+
+
+def test_a_file_that_cannot_be_read_any_more_is_one_line(source, out, monkeypatch, capsys):
+    """It has gone since it was looked at; or the disk is broken."""
+    monkeypatch.setattr(command, "read_results", lambda *files: source.unlink() or 0)
+    assert batch(source, out, "-q") == 2
+    assert one_error(capsys) == f"{source}: No such file or directory"
+    if Path("/proc/self/mem").exists():
+        with Results(Path("/proc/self/mem")) as file, pytest.raises(SpindleError, match="output"):
+            list(file.read())
 
 
 def test_no_disk_for_the_ledger_is_one_line(source, out, monkeypatch, capsys):

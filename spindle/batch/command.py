@@ -46,6 +46,9 @@ def run(args: argparse.Namespace) -> int:
     options, replicas = _options(args), check_count("--replicas", args.replicas)
     source, out, errors = _paths(args)
     name = args.served_model_name or args.model
+    if not name.isprintable():
+        right = "expected printable characters, which --served-model-name can give it"
+        raise RequestError(f"the model is called {shown(name)}: {right}")
     hub.resolve(options.model)  # there is such a model
     try:
         with ExitStack() as stack:
@@ -104,7 +107,7 @@ def _paths(args: argparse.Namespace) -> tuple[Path, Path, Path | None]:
 
 
 def _is_same(one: Path, other: Path) -> bool:
-    both = one.exists() and other.exists()
+    both = os.path.exists(one) and os.path.exists(other)  # which takes names that no file can have
     return one.samefile(other) if both else one.resolve() == other.resolve()
 
 

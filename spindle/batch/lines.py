@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from spindle.batch.ledger import Ledger
-from spindle.errors import shown
+from spindle.errors import SpindleError, shown
 from spindle.openai_form import Asked, BodyError, chat_request, completion_request, read_body
 
 MAX_LINE_BYTES = 16 * 2**20
@@ -76,17 +76,21 @@ def result(its_id: str, custom_id: str | None, status_code: int, body: Any) -> d
 def numbered(path: Path) -> Iterator[tuple[int, bytes]]:
     """The lines of a file and their numbers, from 1, without space around them or empty ones.
 
-    Of one that is too long, the beginning, which is too long too.
+    Of one that is too long, the beginning, which is too long too. SpindleError: what the system
+    says if it cannot be read.
     """
-    with path.open("rb") as file:
-        number = 0
-        while raw := file.readline(MAX_LINE_BYTES + 1):
-            number += 1
-            _skip_rest(file, raw)
-            if number == 1:
-                raw = raw.removeprefix(b"\xef\xbb\xbf")  # some editors begin a file with it
-            if raw := raw.strip(b" \t\r\n"):
-                yield number, raw
+    try:
+        with path.open("rb") as file:
+            number = 0
+            while raw := file.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                _skip_rest(file, raw)
+                if number == 1:
+                    raw = raw.removeprefix(b"\xef\xbb\xbf")  # some editors begin a file with it
+                if raw := raw.strip(b" \t\r\n"):
+                    yield number, raw
+    except OSError as cause:
+        raise SpindleError(f"{path}: {cause.strerror}") from None
 
 
 def _skip_rest(file: BinaryIO, raw: bytes) -> None:

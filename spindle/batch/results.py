@@ -50,16 +50,19 @@ class Results:
 
         Changes nothing, and reads a line at a time.
         """
-        with open(self.path, "rb") as file:
-            number = 0
-            while head := file.read(len(BEGINNING)):
-                number += 1
-                if not BEGINNING.startswith(head):
-                    raise self._no_result(number, "begins otherwise")
-                line = head + file.readline()
-                if line.endswith(b"\n"):
-                    self._end += len(line)
-                    yield self._ids(line, number)
+        try:
+            with open(self.path, "rb") as file:
+                number = 0
+                while head := file.read(len(BEGINNING)):
+                    number += 1
+                    if not BEGINNING.startswith(head):
+                        raise self._no_result(number, "begins otherwise")
+                    line = head + file.readline()
+                    if line.endswith(b"\n"):
+                        self._end += len(line)
+                        yield self._ids(line, number)
+        except OSError as cause:
+            raise SpindleError(f"{self.path}: {cause.strerror}") from None
 
     def _ids(self, line: bytes, number: int) -> tuple[str, str]:
         try:
