@@ -898,6 +898,17 @@ def test_a_signal_handler_may_abort_at_any_moment(monkeypatch):
     assert set(reasons) <= {"length", "abort", "at once"}
 
 
+@pytest.mark.parametrize("speculate", [None, "ngram"])
+def test_more_sequences_than_blocks_cost_no_memory(tiny, speculate):
+    """Each that runs writes into a block of its own, so that no step has as many rows as that."""
+    most = 10**11
+    model, few = tiny[0], LLM(tiny[0], num_blocks=16)
+    llm = LLM(model, max_seqs=most, max_batch_tokens=10 * most, num_blocks=16, speculate=speculate)
+    prompts, params = [[5], [7, 8], [9] * 5], SamplingParams(max_tokens=8, temperature=0)
+    wanted = [output.outputs[0].token_ids for output in few.generate(prompts, params)]
+    assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == wanted
+
+
 # --- prompts without an end ----------------------------------------------------------------------
 
 

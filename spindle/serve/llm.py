@@ -177,7 +177,9 @@ class LLM(NoCopies):
                     right = "expected graphs=None: with batch_invariant each token has its own pass"
                     raise RequestError(f"graphs=True: {right} where there is no native code")
                 return None
-            rows = max_seqs if drafter is None else max(max_seqs, min(max_seqs * (1 + k), LARGEST))
+            rows = seqs = min(max_seqs, num_blocks)  # each of them writes into a block of its own
+            if drafter is not None:
+                rows = max(seqs, min(seqs * (1 + k), LARGEST))
             return self._recorded(graphs, its, kv, rows)
 
         self._drafting: Drafting | None = None
