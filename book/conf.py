@@ -38,6 +38,7 @@ extensions = [
     "_ext.api",
     "_ext.preview",
     "_ext.since",
+    "_ext.names",
 ]
 root_doc = "book/index"
 include_patterns = ["book/*.md", "notebooks/*.ipynb", "notebooks/answers/*.ipynb"]

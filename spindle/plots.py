@@ -4,8 +4,8 @@
     plots.roofline_dots([("eager", 1, 15.0)], machine=plots.Machine(...), title="...")
     plots.show()
 
-Every function takes numbers and measures nothing, draws on a white card that is legible on a dark
-page too, labels things where they are rather than in a legend, and returns the figure. A title
+Every function takes numbers and measures nothing, draws on a white card (which the book turns round
+in the dark), labels things where they are rather than in a legend, and returns the figure. A title
 states the claim. Sizes are fixed, so that a stored figure can be compared. A figure's repr, which a
 notebook stores beside the picture, says in words what it shows.
 """

@@ -83,7 +83,7 @@ def look():
 @pytest.fixture(scope="module")
 def ext(conf) -> types.SimpleNamespace:
     """The modules of book/_ext, by name."""
-    names = ("api", "calculator", "front", "notebooks", "parts", "preview")
+    names = ("api", "calculator", "front", "names", "notebooks", "parts", "preview")
     return types.SimpleNamespace(**{n: importlib.import_module(f"_ext.{n}") for n in names})
 
 
@@ -611,6 +611,14 @@ def test_a_line_that_happens_to_begin_with_a_word_and_a_colon_is_no_item(ext):
 @given(st.lists(st.text("ab `*_|<>\\-:.1=#[]", max_size=14), max_size=8))
 def test_no_docstring_however_odd_breaks_the_book(ext, lines):
     doctree(ext.api, [line.rstrip() for line in lines])
+
+
+def test_a_name_in_a_table_may_be_broken_between_its_words_only(ext):
+    code = '<code class="a_b"><span class="pre">BlockTable.commit_all()&amp;noBr</span></code>'
+    broken = code.replace("BlockTable.commit_all", "Block<wbr>Table<wbr>.commit_<wbr>all")
+    broken = broken.replace("noBr", "no<wbr>Br")
+    page = "<p>{}</p><table><tr><td>{}</td><th>x {}</th></tr></table>"
+    assert ext.names.may_break(page.format(code, code, code)) == page.format(code, broken, broken)
 
 
 # --- every page in a browser ---------------------------------------------------------------------
