@@ -8,9 +8,8 @@ from pathlib import Path
 import torch
 
 from spindle.batch.work import EngineOptions, is_invariant
-from spindle.kernels import cuda, emulate, rows_are_apart
-from spindle.model.layers import Model
 from spindle.serve.llm import LLM
+from spindle.serve.passes import kernels_of
 
 FILES = ("*.json", "*.jinja", "*.safetensors")  # what is read of a checkpoint
 
@@ -27,7 +26,7 @@ def settings_of(llm: LLM, options: EngineOptions) -> str:
     settings = {
         "checkpoint": checkpoint_digest(model.directory)[:16],
         "device": _device(model.device),
-        "kernels": _kernels(model),
+        "kernels": kernels_of(model),
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantize": options.quantize,
         "max_model_len": llm.max_model_len,
@@ -52,12 +51,3 @@ def checkpoint_digest(directory: Path) -> str:
 def _device(device: torch.device) -> str:
     """A CPU, or a kind of GPU: libraries take their sums in another order on another one."""
     return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
-
-
-def _kernels(model: Model) -> str:
-    """Whose code the ops between the products are."""
-    if model.device.type == "cuda":
-        return "torch" if cuda.compiled(model.device) is None else "cuda"
-    if emulate.enabled():
-        return "emulated"
-    return "native" if rows_are_apart(model.dtype, model.device) else "torch"

@@ -41,6 +41,15 @@ def has_own_bits(model: Model) -> bool:
     return panels and is_native(model.config) and kernels.rows_are_apart(model.dtype, model.device)
 
 
+def kernels_of(model: Model) -> str:
+    """Whose code computes a model's passes: a pass has other last bits where it is another's."""
+    if model.device.type == "cuda":
+        return "torch" if kernels.cuda.compiled(model.device) is None else "cuda"
+    if kernels.emulate.enabled():
+        return "emulated"
+    return "native" if kernels.rows_are_apart(model.dtype, model.device) else "torch"
+
+
 class Passes:
     """What runs a model over its cache. batch_invariant: no token depends on those beside it."""
 
