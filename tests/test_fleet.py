@@ -17,6 +17,7 @@ import matplotlib
 matplotlib.use("agg")
 
 import numpy as np
+import psutil
 import pytest
 import shapes
 from ctrl_c import broken_off
@@ -164,7 +165,7 @@ def assert_is(found, real):
 
 
 @st.composite
-def traces(draw, longest_system=40, most_sessions=14, systems=3):
+def traces(draw, longest_system=40, most_sessions=14, systems=3, most_turns=3):
     """Conversations of small numbers that crowd: so many, the rest by a seed."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     system_tokens, columns = rng.integers(0, longest_system + 1, systems), []
@@ -172,7 +173,7 @@ def traces(draw, longest_system=40, most_sessions=14, systems=3):
     for session in range(draw(st.integers(1, most_sessions))):
         system = rng.integers(systems)
         held, gap = system_tokens[system], session * rng.integers(apart)
-        for _ in range(rng.integers(1, 4)):
+        for _ in range(rng.integers(1, most_turns + 1)):
             prompt, output = held + rng.integers(1, 31), rng.integers(1, 61)
             columns.append((session, system, prompt, output, gap))
             held, gap = prompt + output, rng.integers(1, 100_000)
@@ -500,17 +501,25 @@ END = 2**63 - 1  # of time, in 64 bits
 @st.composite
 def fleets(draw):
     """What `simulate` is given: small numbers of all that there is, and pools that bite."""
-    trace = draw(traces(longest_system=draw(st.sampled_from([0, 5, 40, 150])), most_sessions=24))
-    seqs, block_size = draw(st.integers(1, 6)), draw(st.sampled_from([1, 2, 3, 16, 50]))
+    longest, sessions, turns = draw(st.sampled_from([0, 5, 40, 150])), 24, 3
+    if draw(st.booleans()):
+        sessions, turns = 8, 9
+    trace = draw(traces(longest, sessions, most_turns=turns))
+    if draw(st.booleans()):
+        trace = replace(trace, window_ps=(0, 2**70))
+    seqs, block_size = draw(st.integers(1, 6)), draw(st.sampled_from([1, 1, 2, 3, 16, 50]))
     least = -(-(int((trace.prompt + trace.output).max()) - 1) // block_size)
-    blocks = least + draw(st.sampled_from([0, 1, least // 4, least, 8000]))
-    shape = Shape(seqs, draw(st.integers(seqs, seqs + 60)), blocks, block_size)
-    price = st.sampled_from([0, 0, 1, 7, 130, 1_100, 40_000])
+    blocks = least + draw(st.sampled_from([0, 0, 1, 3, least // 2, 8000]))
+    budget = seqs + draw(st.sampled_from([0, 0, 1, 2, 20, 60]))
+    shape, price = (
+        Shape(seqs, budget, blocks, block_size),
+        st.sampled_from([0, 0, 1, 7, 130, 40_000]),
+    )
     costs = Costs(draw(st.sampled_from([1, 60, 7_000])), *(draw(price) for _ in range(5)))
     policy = draw(st.sampled_from(list(POLICIES)))
     options = {"seed": draw(st.integers(0, 9)), "jump": draw(st.integers(0, 5)) > 0}
     options["balance"] = draw(st.sampled_from([1, 1.1, 1.25, 3.7, 1e6]))
-    return [trace, draw(st.integers(1, 6)), policy, costs, shape], options
+    return [trace, draw(st.sampled_from([1, 1, 2, 3, 5])), policy, costs, shape], options
 
 
 def of_both(given, options):
@@ -527,15 +536,20 @@ def of_both(given, options):
 @needs_cpp
 def test_cpp_finds_what_python_finds(monkeypatch):
     """And there is something to find: each of these comes often."""
-    seen, add = Counter(), Replica.add
+    seen, add, preempt = Counter(), Replica.add, Replica._preempt
 
-    def noticed(self, now_ps, one):
+    def added(self, now_ps, one):
         before, idle = self.k, self.end_ps == -1
         changed = add(self, now_ps, one)
         seen["cut short"] += changed and not idle and self.k < before
         return changed
 
-    monkeypatch.setattr(Replica, "add", noticed)
+    def preempted(self, one):
+        seen["preempted in a prompt"] += one is self.partial
+        preempt(self, one)
+
+    monkeypatch.setattr(Replica, "add", added)
+    monkeypatch.setattr(Replica, "_preempt", preempted)
 
     @settings(max_examples=400, deadline=None)
     @given(fleets())
@@ -548,7 +562,18 @@ def test_cpp_finds_what_python_finds(monkeypatch):
         seen["at once"] += len(set(trace.gap_ps[trace.first].tolist())) < trace.first.sum()
 
     alike()
-    assert min(seen.values()) >= 15 and len(seen) == 7, seen
+    assert min(seen.values()) > 5 and len(seen) == 8, seen
+
+
+@needs_cpp
+@pytest.mark.parametrize("balance", [1.0, 2.0])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_cpp_finds_what_python_finds_in_a_crowd(policy, balance):
+    """Long conversations, each replica overloaded at times: earlier turns are asked for, too."""
+    trace, shape = traffic(3000, 400.0, turns=6), Shape(8, 64, 70, 16)
+    python, cpp = of_both([trace, 9, policy, STEP_MS, shape], {"balance": balance})
+    assert cpp == python
+    assert sum(python["preemptions"]) > 5 and sum(python["evicted"]) > 10_000
 
 
 @needs_cpp
@@ -620,17 +645,19 @@ def test_the_last_picosecond_is_the_last(what, jump, native):
 
 @in_both
 @pytest.mark.parametrize(
-    ("costs", "tokens"),
+    ("costs", "prompt", "output"),
     [
-        (Costs(*[DEAR] * 6), 2**14),  # the first step
-        (Costs(1, key_ps=DEAR), 2**14),  # the first decode
-        (Costs(1, key_ps=10**6), 2**22),  # one of the last of a run of millions
+        (Costs(*[DEAR] * 6), 2**14, 9),  # the first step
+        (Costs(1, key_ps=DEAR), 2**14, 9),  # the first decode
+        (Costs(1, key_ps=10**6), 2**22, 2**22),  # one of the last of a run of millions
+        (Costs(1, pair_ps=2**49), 2**16 - 1, 1),  # the first: 1 ps more than a multiple of 2^64
+        (Costs(1, key_ps=2**49), 2**15 - 1, 2),  # the first decode: likewise
     ],
 )
-def test_what_lasts_too_long_is_refused_in_the_same_words(costs, tokens, native):
-    shape = Shape(1, 2**24, 2**24, 1)
+def test_what_lasts_too_long_is_refused_in_the_same_words(costs, prompt, output, native):
+    trace, shape = few(prompt, output, [0]), Shape(1, 2**24, 2**24, 1)
     with pytest.raises(RequestError, match=TOO_LATE):
-        fleet.simulate(few(tokens, tokens, [0]), 1, "least-loaded", costs, shape, native=native)
+        fleet.simulate(trace, 1, "least-loaded", costs, shape, native=native)
 
 
 @in_both
@@ -768,6 +795,17 @@ def test_late_and_no_memory_leave_nothing_behind(watched, monkeypatch):
     monkeypatch.setattr(watched, "spindle_fleet_run", lambda *its: fleet_native.NO_MEMORY)
     with pytest.raises(MemoryError, match="1 requests and 1 replicas"):
         fleet_native.run(*given, lambda n: None)
+
+
+@needs_cpp
+def test_what_a_fleet_has_held_is_free_again():
+    """1,000 replicas and 2,000 system prompts: 24 MB a fleet."""
+    trace = replace(few(1, 1, [0]), system_tokens=np.zeros(2000, np.int64))
+    held = []
+    for _ in range(12):
+        fleet.simulate(trace, 1000, "round-robin", COSTS, native=True)
+        held.append(psutil.Process().memory_info().rss)
+    assert held[-1] - held[1] < 24e6
 
 
 @pytest.fixture

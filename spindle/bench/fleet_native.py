@@ -93,10 +93,10 @@ def run(
     columns |= {name: np.zeros(replicas, np.int64) for name in OF_REPLICAS}
     counts = np.zeros(64 << Gaps.BITS, np.int64)
     pointers = {name: x.ctypes.data for name, x in (asked | columns | {"counts": counts}).items()}
-    low, high = (min(int(at), LATEST) for at in trace.window_ps)
-    limits = {name: min(int(getattr(shape, name)), CLIPPED) for name in LIMITS}
+    low, high = (min(at, LATEST) for at in trace.window_ps)
+    limits = {name: min(getattr(shape, name), CLIPPED) for name in LIMITS}
     number = list(POLICIES).index(policy)
-    numbers = (count, len(trace.system_tokens), int(replicas), number, jump, low, high)
+    numbers = (count, len(trace.system_tokens), replicas, number, jump, low, high)
     named = dict(zip(NUMBERS, numbers, strict=True))
     given = _Given(**pointers, **named, balance=balance, **limits, **vars(costs))
     _run(given, ended)
