@@ -36,6 +36,9 @@ _MYST = (
 _FILLER = (
     r"\b(?:[Ll]et[’']s|[Cc]rucial|[Pp]owerful|[Nn]ote that|[Aa]s we can see)\b"
 )
+_ANSWER = (
+    r"\breveal\([^,()]*, *[\"'][^\"']*[\"']\)"  # a fact that nothing computes
+)
 
 CODE = [
     (_PATH, "an absolute path"),
@@ -75,7 +78,7 @@ def problems(path: Path, nb: dict[str, Any]) -> list[str]:
         where = f"cell {number}"
         if cell["cell_type"] == "code":
             where = f"cell {number} [{cell.get('execution_count')}]"
-            said = _code(cell) + _told(cell) + _outputs(cell)
+            said = _code(cell) + _told(cell) + _answered(cell) + _outputs(cell)
         else:
             said = _matches(MARKDOWN, cell["source"]) + _dead_links(
                 path.parent, cell["source"]
@@ -116,6 +119,13 @@ def _told(cell: Cell) -> list[str]:
     return (
         [f"a fold whose first line tells the fact: {first!r}"] if told else []
     )
+
+
+def _answered(cell: Cell) -> list[str]:
+    """Code above a folded output is read first: it must not have the answer in it."""
+    if "hide-input" in cell["metadata"].get("tags", []):
+        return []
+    return _matches([(_ANSWER, "an answer in code that shows")], cell["source"])
 
 
 def _outputs(cell: Cell) -> list[str]:

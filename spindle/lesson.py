@@ -240,10 +240,17 @@ class Exercise:
             if wrong := self._wrong(answer, args):
                 print(f"not yet: {wrong}")
                 return
-        print(f"yes: {self.name} is right on {len(self.inputs)} of {len(self.inputs)} inputs")
+        tried = f"{len(self.inputs)} of {len(self.inputs)} inputs"
+        print(f"yes: {self._name_of(answer)} is right on {tried}")
+
+    def _name_of(self, answer: Callable[..., Any]) -> str:
+        """What the reader calls it, unless it has no name."""
+        name = getattr(answer, "__name__", "")
+        return name if name.isidentifier() else self.name
 
     def _wrong(self, answer: Callable[..., Any], args: tuple) -> str:
-        call = f"{self.name}({', '.join(_argument(arg) for arg in args)})"
+        name = self._name_of(answer)
+        call = f"{name}({', '.join(_argument(arg) for arg in args)})"
         want = self.right(*_copies(args))
         try:
             got = answer(*_copies(args))
@@ -251,8 +258,8 @@ class Exercise:
             got = None
         except Exception as error:
             return f"{call} raised {type(error).__name__}: {error}"
-        if got is None or got is ...:
-            return f"{self.name} returns nothing so far; it should return {self._task()}"
+        if _is_nothing(got):
+            return f"{name} returns nothing so far; it should return {self._task()}"
         difference = _difference(got, want)
         return f"{call} {difference}" if difference else ""
 
@@ -264,8 +271,20 @@ def _copies(args: tuple) -> list[Any]:
     return copy.deepcopy(list(args))  # an answer may change what it is given
 
 
+def _is_nothing(got: object) -> bool:
+    """None, `...`, or a tensor in which nobody has written."""
+    if isinstance(got, Tensor) and got.is_floating_point() and got.numel():
+        return bool(got.isnan().all())
+    return got is None or got is ...
+
+
 def _argument(arg: object) -> str:
-    return f"[{', '.join(map(str, arg.shape))}]" if isinstance(arg, Tensor) else repr(arg)
+    """As it would be typed; of a large tensor the shape."""
+    if not isinstance(arg, Tensor):
+        return repr(arg)
+    if arg.dim() != 1 or len(arg) > 8:
+        return f"a tensor {list(arg.shape)}"
+    return f"tensor([{', '.join(f'{number:.4g}' for number in arg.tolist())}])"
 
 
 def _difference(got: Any, want: Any) -> str:
@@ -276,7 +295,7 @@ def _difference(got: Any, want: Any) -> str:
         same = _is_number(got) and math.isclose(got, want, rel_tol=1e-9)
         return "" if same else f"is {_said(want, '')}, not {_said(got, '')}"
     if not isinstance(got, Tensor):
-        return f"should be a tensor {_argument(want)}, not {type(got).__name__}"
+        return f"should be a tensor {list(want.shape)}, not {type(got).__name__}"
     if got.shape != want.shape:
         return f"should have shape {list(want.shape)}, not {list(got.shape)}"
     if got.dtype != want.dtype:
@@ -332,12 +351,13 @@ check = Checks()
         (b"\xe2\x86",),
         (b"a\xf0\x9f\x98",),
         (b"a\xef\xbf\xbd",),
+        (b"a\xffb",),
         (b"",),
     ],
 )
 def whole_characters(data: bytes) -> str:
-    """str, the text that `data` begins with and that no later byte can change."""
-    return codecs.getincrementaldecoder("utf-8")().decode(data)
+    """str, the text at the start that no later byte can change; � for what none can save."""
+    return codecs.getincrementaldecoder("utf-8")("replace").decode(data)
 
 
 def _qkv(queries: int, keys: int, head_dim: int, start: int) -> tuple:
@@ -413,14 +433,34 @@ def nucleus(p: Tensor, top_p: float) -> Tensor:
     return torch.zeros_like(p).scatter(0, order, kept / kept.sum())
 
 
+_LOGITS = torch.tensor([1.0, 3.0, 0.0, 2.5, 3.0, -1.0])
+
+
 @check.exercise(
     "03",
-    inputs=[(_EIGHTHS[0], 0.0), (_EIGHTHS[0], 0.6), (_EIGHTHS[0], 0.999), (_EIGHTHS[0], 0.75),
-            (_EIGHTHS[1], 0.125), (_EIGHTHS[2], 0.0)],
-)  # fmt: skip
-def pick(p: Tensor, u: float) -> int:
-    """int, the first id at which the sum of probabilities exceeds u, from [0, 1)."""
-    return int((p.cumsum(0) > u).nonzero()[0])
+    inputs=[
+        (_LOGITS, 1.0, 6, 1.0, 0.0, 0.5),
+        (_LOGITS, 1.0, 6, 1.0, 0.0, 0.0),
+        (_LOGITS, 1.0, 6, 1.0, 0.0, 0.999),
+        (_LOGITS, 2.0, 6, 0.7, 0.0, 0.7),  # heat comes before the cut
+        (_LOGITS, 1.0, 1, 1.0, 0.0, 0.9),  # of equal ones the lower id
+        (torch.zeros(4), 1.0, 4, 1.0, 0.0, 0.5),  # exceeds, and not reaches
+        (_LOGITS, 1.0, 3, 0.75, 0.0, 0.45),  # top-p asks for a share of what top-k has left
+        (_LOGITS, 1.0, 6, 0.99, 0.5, 0.97),  # and of what min-p has
+        (_LOGITS, 3.0, 6, 1.0, 0.5, 0.1),  # min-p, too, after the temperature
+        (100 * _LOGITS, 0.1, 6, 1.0, 0.0, 0.3),  # exp(3000) is too large for any float
+    ],
+)
+def choose(z: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, u: float) -> int:
+    """int, the id: temperature, then min-p, top-k, top-p, lower ids first; then the walk to u."""
+    p = ((z - z.max()).double() / temperature).softmax(0)  # [V]
+    p = p.where(p >= min_p * p.max(), 0)
+    p, order = p.sort(descending=True, stable=True)
+    p[top_k:] = 0
+    p /= p.sum()
+    held = p.cumsum(0) - p  # by the likelier ones
+    p = torch.zeros_like(p).scatter(0, order, p.where(held < top_p, 0))
+    return int((p.cumsum(0) > u * p.sum()).nonzero()[0])
 
 
 @check.exercise("05", inputs=[(3, 2, 0, 4), (3, 2, 4, 1), (3, 0, 4, 2), (1, 0, 7, 1), (5, 2, 9, 3)])
@@ -730,7 +770,7 @@ def largest_first(spans: Sequence[tuple[int, int, int]]) -> int:
     inputs=[(1, 32, 4, 32, 2), (576, 1536, 4, 32, 2), (4, 33, 4, 32, 2), (3, 10, 8, 10, 4)],
 )
 def grouped_bytes(outputs: int, inputs: int, bits: int, group: int, scale_bytes: int) -> int:
-    """int, the bytes of a matrix of `bits` a number and a scale for each group of inputs."""
+    """int, the bytes; each row begins with a byte and a group of its own, a group has a scale."""
     return outputs * (-(-inputs * bits // 8) + -(-inputs // group) * scale_bytes)
 
 

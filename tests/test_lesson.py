@@ -15,7 +15,8 @@ ROOT = Path(lesson.__file__).parent.parent
 
 
 def verdict(exercise: Callable, answer: Callable, capsys: pytest.CaptureFixture[str]) -> str:
-    exercise(answer)
+    """What is said of an answer that has no name, so that it gets the exercise's."""
+    exercise(lambda *args: answer(*args))
     return capsys.readouterr().out
 
 
@@ -221,6 +222,31 @@ def alone(prompt, remembered, P):
     return sum(P for at in range(0, (len(prompt) - 1) // P * P, P) if prompt[at : at + P] in known)
 
 
+def chosen(**changed):
+    """`choose` with one of its parts changed."""
+    parts = {
+        "heat": lambda z, temperature: ((z - z.max()) / temperature).exp(),
+        "cut": lambda p, hot: hot,
+        "anew": normal,
+        "over": lambda held, p: held,
+        "back": lambda p, order: torch.zeros_like(p).scatter(0, order, p),
+        "walk": lambda p, u: p.cumsum(0) > u,
+    } | changed
+
+    def answer(z, temperature, top_k, top_p, min_p, u):
+        z = z.double()
+        hot = normal(parts["heat"](z, temperature))
+        p = parts["cut"](z.softmax(0), hot)
+        kept, order = (p * (p >= min_p * p.max())).sort(descending=True, stable=True)
+        kept[top_k:] = 0
+        kept = parts["anew"](kept)
+        kept[parts["over"](kept.cumsum(0) - kept, kept) >= top_p] = 0
+        left = normal(hot[order] * (kept > 0))
+        return int(parts["walk"](parts["back"](left, order), u).nonzero()[0])
+
+    return answer
+
+
 WRONG: list[tuple[str, str, Callable]] = [
     ("causal_mask", "forgets start", lambda T, S, start: see(T, S, 0)),
     ("causal_mask", "hides itself", lambda T, S, start: see(T, S, start - 1)),
@@ -252,6 +278,7 @@ WRONG: list[tuple[str, str, Callable]] = [
         "drops a real replacement character",
         lambda data: data.decode(errors="replace").rstrip("\ufffd"),
     ),
+    ("whole_characters", "drops what is broken", lambda data: data.decode("utf-8", "ignore")),
     ("whole_characters", "one character a byte", lambda data: data.decode("latin-1")),
     ("whole_characters", "drops what is not ASCII", lambda data: data.decode("ascii", "ignore")),
     ("rows_computed", "a string", lambda p, n, c: "many"),
@@ -260,9 +287,13 @@ WRONG: list[tuple[str, str, Callable]] = [
     ("nucleus", "does not renormalise", lambda p, top_p: p * (check.nucleus.right(p, top_p) > 0)),
     ("nucleus", "in sorted order", lambda p, t: check.nucleus.right(p, t).sort(descending=True)[0]),
     ("nucleus", "all ties", lambda p, t: normal(p * (p >= p[check.nucleus.right(p, t) > 0].min()))),
-    ("pick", "reaches", lambda p, u: int((p.cumsum(0) >= u).nonzero()[0])),
-    ("pick", "the likeliest", lambda p, u: int(p.argmax())),
-    ("pick", "sorted", lambda p, u: check.pick.right(p.sort(descending=True)[0], u)),
+    ("choose", "reaches", chosen(walk=lambda p, u: p.cumsum(0) >= u)),
+    ("choose", "the likeliest", lambda z, *how: int(z.argmax())),
+    ("choose", "the cuts are cold", chosen(cut=lambda p, hot: p)),
+    ("choose", "top-p asks for a share of all", chosen(anew=lambda p: p)),
+    ("choose", "the largest is not taken away", chosen(heat=lambda z, t: (z / t).exp())),
+    ("choose", "the walk goes along the likeliest first", chosen(back=lambda p, order: p)),
+    ("choose", "the token that crosses is dropped", chosen(over=lambda held, p: held + p)),
     ("wavelength", "the place in the exponent", lambda t, D, i: 2 * math.pi * t ** (i / D)),
     ("wavelength", "radians", lambda t, D, i: t ** (2 * i / D)),
     ("wavelength", "a speed", lambda t, D, i: t ** (-2 * i / D)),
@@ -289,6 +320,22 @@ WRONG: list[tuple[str, str, Callable]] = [
         lambda p, r, P: len(p) - min(len(p) - 1, len(r)) // P * P,
     ),
 ]
+
+
+def test_an_answer_is_called_what_the_reader_calls_it(capsys):
+    def my_mask(seq_lens, count, capacity):
+        return torch.zeros(len(seq_lens), count, capacity, dtype=torch.bool)
+
+    def sums(x):
+        return torch.full_like(x, torch.nan)
+
+    check.slot_mask(my_mask)
+    check.running_sums(sums)
+    check.running_sums(lambda x: x)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "not yet: my_mask(tensor([2]), 1, 6) is 1 at [0, 0, 3], not 0"
+    assert said[1].startswith("not yet: sums returns nothing so far; it should return float [300]")
+    assert said[2] == "not yet: running_sums(a tensor [300]) is 2 at [1], not 1"
 
 
 @pytest.mark.parametrize(("name", "why", "answer"), WRONG, ids=[f"{n}: {w}" for n, w, _ in WRONG])
@@ -628,7 +675,7 @@ def test_the_exercises_of_14_refuse_plausible_wrong_answers(capsys):
         return ~right(seq_lens, count, capacity)
 
     for wrong in (all_at_once, not_itself, one_too_many, where_it_may):
-        assert verdict(check.slot_mask, wrong, capsys).startswith("not yet: slot_mask([")
+        assert verdict(check.slot_mask, wrong, capsys).startswith("not yet: slot_mask(tensor([")
 
     def powers_alone(batches, most):
         return sum((1 << (rows - 1).bit_length()) - rows for rows in batches)

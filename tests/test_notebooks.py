@@ -314,6 +314,7 @@ REFUSED = {
     "traceback": (printed("Traceback (most recent call last):\n"), "a traceback"),
     "path in output": (printed("read /home/me/x.json\n"), "an absolute path: '/home/m'"),
     "path in code": (ran("open('/tmp/x')"), "an absolute path"),
+    "the answer in code": (ran('reveal(guess, "B and D")'), "an answer in code that shows"),
     "path in text": (markdown("see /root/x"), "an absolute path"),
     "windows path": (printed("C:\\Users\\me\n"), "an absolute path"),
     "semicolon": (ran("plt.plot(x);"), "a trailing `;`"),

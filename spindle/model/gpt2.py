@@ -102,7 +102,7 @@ def _layer(config: ModelConfig, source: Source, at: str) -> Layer:
     heads = config.num_heads * config.head_dim  # E, or a part of it
 
     def conv1d(name: str, inputs: int, outputs: int) -> Weight:
-        """GPT-2 stores a linear layer as [inputs, outputs]: the transpose of everybody else."""
+        """GPT-2 stores a linear layer as [inputs, outputs]: the transpose of nn.Linear's."""
         return source.linear({f"{at}{name}": outputs}, inputs, biased=True, transposed=True)
 
     return Layer(
