@@ -32,8 +32,10 @@ run: $(VENV)/.base ## generate text with the bundled model
 test: $(VENV)/.dev ## what a change must pass: lint, types, tests, notebooks, book
 	@$(PY) tests/check.py
 
+# A thread that waits for another one holds its core meanwhile, by default for some milliseconds. Where
+# a browser wants that core, a step takes several times as long. So it is to go to sleep sooner.
 lab: $(VENV)/.dev ## open the notebooks in JupyterLab
-	@$(PY) -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) --ServerApp.root_dir=. \
+	@GOMP_SPINCOUNT=$${GOMP_SPINCOUNT:-10000} $(PY) -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) --ServerApp.root_dir=. \
 	  --LabApp.default_url=/lab/tree/notebooks/00_tour.ipynb
 
 notebooks: $(VENV)/.dev ## run all notebooks and store their outputs

@@ -51,9 +51,8 @@ def _traffic(result: Found) -> str:
         load = f"{settings['rate_s']:g} requests a second a replica"
     else:
         load = (
-            f"a load of {settings['load']:g}: {settings['load'] * result['full_requests_s']:.3g} "
-            "requests a second a replica, where 1 is what a full one could do that remembers "
-            "nothing"
+            f"{settings['load'] * result['full_requests_s']:.3g} requests a second a replica, "
+            f"{settings['load']:g} of what a full one could do that remembers nothing"
         )
     windows = sorted({round(row["window_s"], 1) for row in result["rows"]})
     shown = " to ".join(f"{seconds:,}" for seconds in dict.fromkeys((windows[0], windows[-1])))
