@@ -41,7 +41,8 @@ def note(error: str) -> None:
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is not None:
         with suppress(OSError), open(file, "w") as its:
-            json.dump({"message": error, "timestamp": int(time.time())}, its)
+            extra = {"timestamp": str(int(time.time()))}
+            json.dump({"message": {"message": error, "extraInfo": extra}}, its)
 
 
 def _command(argv: Sequence[str]) -> int:

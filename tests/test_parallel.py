@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -418,9 +419,9 @@ def test_who_does_not_come_is_not_waited_for_any_longer(tmp_path):
     assert parallel.current().count == 1
 
 
-def test_torchrun_says_at_its_end_what_was_wrong(tmp_path, monkeypatch, capsys):
+def test_torchrun_says_at_its_end_what_was_wrong(tmp_path, monkeypatch, capsys, caplog):
     """It looks in a file for what it says of each process that has failed."""
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, ProcessFailure
 
     file = tmp_path / "error.json"
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": file}.items():
@@ -428,7 +429,11 @@ def test_torchrun_says_at_its_end_what_was_wrong(tmp_path, monkeypatch, capsys):
     cli.complain("2 ranks do not divide\n9 heads")
     assert capsys.readouterr().err == "spindle: error: 2 ranks do not divide; 9 heads\n"
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
-    assert failure.message == "2 ranks do not divide; 9 heads"
+    assert failure.message["message"] == "2 ranks do not divide; 9 heads"
+    assert abs(failure.timestamp - time.time()) < 60
+    written = json.loads(file.read_text())
+    ErrorHandler().override_error_code_in_rootcause_data(str(file), written, 2)
+    assert written["message"]["errorCode"] == 2 and not caplog.records
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "none" / "error.json"))
     cli.complain("it cannot be written")
     assert capsys.readouterr().err == "spindle: error: it cannot be written\n"
