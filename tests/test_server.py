@@ -622,6 +622,7 @@ PLACES = [
     ("GET", "/v1/models/%00", 404),
     ("GET", "/v1/models/%ff", 404),
     ("X" * 5000, "/health", 405),
+    ("GET", f"/{'x' * 5000}", 404),
 ]
 
 
@@ -630,7 +631,7 @@ def test_a_wrong_place_is_an_error_in_openais_form(live, method, path, status):
     answer = web(method, f"{root(live)}{path}")
     assert answer.status_code == status and error_in(answer)
     assert ("allow" in answer.headers) == (status == 405)
-    assert len(answer.content) < 1000
+    assert len(answer.content) < 1000 and "a str" not in answer.text
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
@@ -666,7 +667,25 @@ def test_what_is_no_http_is_an_error_in_openais_form(live, caplog, kind):
     error = error_in(httpx.Response(int(head.split()[1]), text=body))
     assert words in error["message"] and error["code"] == "invalid_http"
     assert f" {status} " in head and "application/json" in head
-    assert not [record for record in caplog.records if record.exc_info]
+    assert not caplog.records
+
+
+def test_what_is_no_http_is_counted(parts):
+    with served(engine(parts)) as it:
+        for kind in ("words", "words", "a long head"):
+            with socket.create_connection(("127.0.0.1", it.port), timeout=LONG_S) as connection:
+                connection.sendall(NO_HTTP[kind][0])
+                response_on(connection)
+        got = scraped(it)
+    assert got['spindle_http_responses_total{"status": "400"}'] == 2
+    assert got['spindle_http_responses_total{"status": "431"}'] == 1
+
+
+def test_an_upgrade_is_answered_as_if_it_had_not_been_asked_for(live, caplog):
+    """And nobody is told to install anything."""
+    head = {"connection": "Upgrade", "upgrade": "websocket"}
+    assert web("GET", f"{root(live)}/health", headers=head).status_code == 200
+    assert not caplog.records
 
 
 def test_an_answer_that_is_out_stays_one(live, caplog):

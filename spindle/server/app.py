@@ -212,7 +212,7 @@ async def _gone(request: Request, error: Exception) -> Response:
 async def _no_such_place(request: Request, error: Exception) -> Response:
     """A path or a method that is not there, as the router says it."""
     assert isinstance(error, HTTPException)
-    where = f"{brief(request.method)} {shown(request.url.path)}"
+    where = f"{brief(request.method)} {brief(request.url.path)}"
     words = {404: "no such path here", 405: "another method is expected"}
     message = f"{where}: {words.get(error.status_code, error.detail)}"
     return response_to(Refusal(error.status_code, message, "unknown_url", headers=error.headers))

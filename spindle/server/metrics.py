@@ -78,7 +78,7 @@ class Meter:
         )
         text = "Answers that ended, by why: stop, length, abort (the client left), error."
         self._answers = self._counter("spindle_answers", text, "finish_reason")
-        text = "Responses that were begun, by HTTP status; 429: the queue was full."
+        text = "Responses by HTTP status; 429: the queue was full; 499: the client had left."
         self._responses = self._counter("spindle_http_responses", text, "status")
         text = "Seconds from a request's arrival to its first token: the queue, then the prompt."
         self._ttft = self._histogram("spindle_ttft_seconds", text, WAIT_S)
@@ -92,7 +92,7 @@ class Meter:
         return generate_latest(self.registry)
 
     def responded(self, status: int) -> None:
-        """A response was begun."""
+        """A response was begun, or would have been if its client had not left."""
         self._responses.labels(str(status)).inc()
 
     def arrived(self, name: str, arrival_s: float) -> None:

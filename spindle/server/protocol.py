@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
@@ -17,6 +18,8 @@ class Protocol(H11Protocol):
     The FIN of a client that has gone looks the same, and its answer would hold blocks for nobody.
     """
 
+    responded: Callable[[int], None]  # is told the status of what is refused here
+
     def send_400_response(self, msg: str) -> None:
         """Say why this cannot be read, unless an answer has begun, and hang up."""
         if self.cycle is not None:  # an answer that is being made goes nowhere
@@ -29,6 +32,12 @@ class Protocol(H11Protocol):
             answer = response_to(Refusal(status, message, "invalid_http"))
             headers = [*answer.raw_headers, (b"connection", b"close")]
             head = h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status])
+            self.responded(status)
             for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
+
+
+def counted(responded: Callable[[int], None]) -> type[Protocol]:
+    """Protocol, for a server that counts its responses."""
+    return type("Protocol", (Protocol,), {"responded": staticmethod(responded)})

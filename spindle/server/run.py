@@ -24,7 +24,7 @@ from spindle.server.guard import is_loopback
 from spindle.server.loop import EngineLoop
 from spindle.server.metrics import Meter
 from spindle.server.options import Options
-from spindle.server.protocol import Protocol
+from spindle.server.protocol import counted
 from spindle.server.refusals import SHUTTING_DOWN
 
 LOG = logging.getLogger(__name__)
@@ -61,12 +61,12 @@ class Server:
         self._service = Service(llm, self._engine, meter, options, self.on_loopback)
         config = uvicorn.Config(
             self._service.app,
-            http=Protocol,
+            http=counted(meter.responded),
             ws="none",
             loop="asyncio",
             lifespan="off",
             log_config=None,
-            log_level="warning",
+            log_level="error",  # it warns of what strangers send
             access_log=False,
             proxy_headers=False,
             server_header=False,
