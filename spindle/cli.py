@@ -89,8 +89,8 @@ or, with "url": "/v1/chat/completions", has "messages" in its body. Each line of
 results, in the order in which they end. The same command again goes on where it was stopped, by
 whatever means: a line that has its result in OUT is not run again. OUT must have been made of
 these lines, and with what each result names in its system_fingerprint: the checkpoint's bytes, the
-device, whose kernels, dtype, quantize, max_model_len and batch_invariant, as they turn out. If not,
-what differs is said. Lines may be added to IN meanwhile, and refused ones mended.
+device, whose kernels for which vectors, dtype, quantize, max_model_len and batch_invariant, as they
+turn out. If not, what differs is said. Lines may be added to IN meanwhile, refused ones mended.
 
 A line that cannot be run is told on stderr with its number, and has no result; with --errors FILE,
 which begins anew each time, it is written there too. If all lines are done but for such ones, the

@@ -1,8 +1,10 @@
 """`spindle batch`: what it writes is what the engine gives, however often it was stopped."""
 
+import errno
 import fcntl
 import json
 import os
+import platform
 import re
 import shutil
 import signal
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fuzz import batch_kills
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,6 +34,7 @@ from spindle.batch.results import Results
 from spindle.errors import SpindleError
 from spindle.kernels import native
 from spindle.openai_form import completion_request
+from spindle.serve.passes import kernels_of
 
 TINY = ("-m", "tiny", "--max-seqs", "4")
 RUN_WITH = RunWith("tiny", "checkpoint=0f, device=cpu")
@@ -331,6 +335,8 @@ def test_a_full_disk_is_one_line_and_leaves_whole_lines(source, out, tmp_path, m
 
     def full(file: int, data: bytes) -> int:
         calls.append(data)
+        if len(calls) > 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(file, data if len(calls) < 3 else data[:50])
 
     monkeypatch.setattr(results.os, "write", full)
@@ -340,6 +346,33 @@ def test_a_full_disk_is_one_line_and_leaves_whole_lines(source, out, tmp_path, m
     assert one_error(capsys) == f"{out}: No space left on device; {kept}"
     assert len(answers(out)) == 2 and out.read_bytes().endswith(b"\n")
     assert batch(source, out, "-q") == 0 and len(answers(out)) == len(LINES)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGXFSZ"), reason="no limit on files here")
+def test_a_limit_on_files_is_named_as_what_it_is(out):
+    """As `ulimit -f` sets it; what fitted is cut off again."""
+    resource = pytest.importorskip("resource")
+    result = lines.result("batch_req_0", "a", 200, {"model": "m", "system_fingerprint": "s"})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Results(out) as file:
+        file.append(result)
+        whole = out.read_bytes()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 50, before[1]))
+        try:
+            with pytest.raises(SpindleError, match=r"jsonl: File too large; what is written is"):
+                file.append(result)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert out.read_bytes() == whole
+
+
+def test_a_write_that_stops_half_way_goes_on(out, monkeypatch):
+    result = lines.result("batch_req_0", "a", 200, {"model": "m", "system_fingerprint": "s"})
+    real = os.write
+    monkeypatch.setattr(results.os, "write", lambda file, data: real(file, data[:50]))
+    with Results(out) as file:
+        file.append(result)
+    assert json.loads(out.read_text()) == result
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGXFSZ"), reason="no limit on files here")
@@ -380,6 +413,7 @@ def test_a_file_that_is_not_of_these_lines_is_left_alone(source, out, capsys, na
     assert words in one_error(capsys) and out.read_bytes() == before
 
 
+VECTORS = r" \((\d+ lanes|[\w ]+) of \w+\)"  # of a CPU, behind whose kernels they are
 OTHER_OPTIONS: list[tuple[tuple[object, ...], str, str]] = [
     (("--max-model-len", 32), "max_model_len=512", "max_model_len=32"),
     (("--no-batch-invariant",), "batch_invariant=True", "batch_invariant=False"),
@@ -403,7 +437,7 @@ def test_results_of_other_options_are_not_gone_on_with(source, out, capsys, opti
     before = out.read_bytes()
     words = f"its results were made with {was}, and here it is {now}; expected the same, or"
     assert batch(source, out, "-q", *options) == 2
-    assert one_error(capsys) == f"{out}: {words} a new file"
+    assert re.sub(VECTORS, "", one_error(capsys)) == f"{out}: {words} a new file"
     write(source, [*LINES, line("more")])
     assert batch(source, out, "-q", *options) == 2
     assert out.read_bytes() == before
@@ -430,17 +464,32 @@ def test_what_was_said_outright_is_what_it_would_have_been_anyway(source, out):
 
 @pytest.mark.skipif(not native.available(), reason="there is no other code than torch's")
 def test_another_device_or_other_code_is_noticed(source, out, monkeypatch, capsys):
-    """As if a compiler or a GPU had gone, or come, meanwhile."""
+    """As if a compiler, a GPU or wider vectors had gone, or come, meanwhile."""
     assert batch(source, out, "-q") == 0
     before = out.read_bytes()
     monkeypatch.setattr(native, "available", lambda: False)
     assert batch(source, out, "-q") == 2
-    assert "made with kernels=native, batch_invariant=True" in one_error(capsys)
+    words = "made with kernels=native, batch_invariant=True"
+    assert words in re.sub(VECTORS, "", one_error(capsys))
+    monkeypatch.undo()
+    here = native.lanes()
+    monkeypatch.setattr(native, "lanes", lambda: here // 2)
+    assert batch(source, out, "-q") == 2
+    was, now = (f"kernels=native ({n} lanes of {platform.machine()})" for n in (here, here // 2))
+    assert f"made with {was}, and here it is {now};" in one_error(capsys)
     monkeypatch.undo()
     monkeypatch.setattr(digest, "_device", lambda device: "NVIDIA H200")
     assert batch(source, out, "-q") == 2
     assert "made with device=cpu, and here it is device=NVIDIA H200;" in one_error(capsys)
     assert out.read_bytes() == before
+
+
+def test_torchs_vectors_are_told_apart(monkeypatch):
+    model = load_hf(hub.resolve("tiny"), dtype="float64")
+    here = torch.backends.cpu.get_cpu_capability()
+    assert kernels_of(model) == f"torch ({here} of {platform.machine()})"
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
+    assert kernels_of(model) == f"torch (another of {platform.machine()})"
 
 
 def test_engines_that_differ_do_not_write_into_one_file(out):
@@ -661,22 +710,33 @@ def test_several_engines_need_ray(source, out, monkeypatch, capsys):
     assert batch(source, out, "--replicas", "1", "-q") == 0
 
 
-@pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
-def test_two_engines_of_a_cluster_give_what_one_gives(source, tmp_path, out):
-    """In a process of its own, as Ray keeps threads; it goes on where one engine was stopped."""
-    entries = [*LINES, *(line(f"more {n}", temperature=n / 4) for n in range(12)), "bad"]
-    write(source, entries)
-    whole = tmp_path / "whole.jsonl"
-    assert batch(source, whole, "-q") == 3  # for its last line
-    out.write_bytes(b"".join(whole.read_bytes().splitlines(keepends=True)[:3]) + b'{"id": ')
+def on_cluster(source: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    """By two engines, in a process of its own, as Ray keeps threads."""
     program = [sys.executable, "-m", "spindle", "batch", source, out, *TINY, "--replicas", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     for _ in range(2):
         run = subprocess.run(program, capture_output=True, text=True, timeout=240, env=environment)
         if "Ray did not start" not in run.stderr:
-            break
-    else:
-        pytest.skip("Ray did not start, which happens where the machine is very busy")
+            return run
+    pytest.skip("Ray did not start, which happens where the machine is very busy")
+
+
+@pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+def test_fewer_lines_than_engines_are_no_fault(source, out):
+    run = on_cluster(write(source, LINES[:1]), out)
+    assert (run.returncode, run.stdout) == (0, "")
+    assert run.stderr.startswith("1 lines answered, 0 before, 0 refused · ")
+
+
+@pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+def test_two_engines_of_a_cluster_give_what_one_gives(source, tmp_path, out):
+    """It goes on where one engine was stopped."""
+    entries = [*LINES, *(line(f"more {n}", temperature=n / 4) for n in range(12)), "bad"]
+    write(source, entries)
+    whole = tmp_path / "whole.jsonl"
+    assert batch(source, whole, "-q") == 3  # for its last line
+    out.write_bytes(b"".join(whole.read_bytes().splitlines(keepends=True)[:3]) + b'{"id": ')
+    run = on_cluster(source, out)
     bad, unused, summary = run.stderr.splitlines()
     assert (run.returncode, run.stdout) == (3, "")
     assert bad.startswith(f"{source}: line 21: not JSON") and unused.endswith(" user")

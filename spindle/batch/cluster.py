@@ -14,6 +14,7 @@ import os
 import pickle
 import socket
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     import ray.data
     from ray.util.queue import Queue
 
+FEW_LINES = "The minimum number of concurrent actors for 'MapBatches"  # as if that were a fault
 STORE_BYTES = 256 * 2**20  # of a cluster of our own, for what is on its way
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",  # nothing is sent home
@@ -115,7 +117,9 @@ def _connected() -> Iterator[None]:
     except Exception as error:  # Ray has no narrower kind for it
         raise SpindleError(f"Ray did not start: {brief(error)}") from error
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", FEW_LINES)
+            yield
     finally:
         ray.shutdown()
 

@@ -99,14 +99,14 @@ class Results:
         self.made_with = made_with
         line = json.dumps(result).encode() + b"\n"
         try:
-            written = os.write(self._file, line)
-            why = "" if written == len(line) else "No space left on device"
+            rest = line
+            while rest:  # a write may be short, and then the next one says why
+                rest = rest[os.write(self._file, rest) :]
         except OSError as cause:
             why = cause.strerror or str(cause)
-        if why:
             self.repair()
             kept = "what is written is whole, and the same command goes on from there"
-            raise SpindleError(f"{self.path}: {why}; {kept}")
+            raise SpindleError(f"{self.path}: {why}; {kept}") from None
         self._end += len(line)
 
     def sync(self) -> None:

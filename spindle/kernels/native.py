@@ -63,6 +63,7 @@ def library() -> ctypes.CDLL | None:
             parts = [_POINTER] * pointers + [_LENGTH] * lengths + [ctypes.c_float] * floats
             op.argtypes = [*parts, ctypes.c_int]
             op.restype = ctypes.c_int if name in _FAILS else None
+        found.spindle_lanes.argtypes, found.spindle_lanes.restype = [], _LENGTH
         found.spindle_number.argtypes, found.spindle_number.restype = [ctypes.c_char_p], _LENGTH
         found.spindle_run.argtypes = [_POINTER, _LENGTH, ctypes.c_int, _POINTER]
         found.spindle_run.restype = _LENGTH
@@ -90,6 +91,13 @@ def _call(name: str, pointers: tuple[int | None, ...], *numbers: int | float) ->
 def available() -> bool:
     """Whether the native forms are here; the first call may compile them, a second or three."""
     return library() is not None
+
+
+def lanes() -> int:
+    """How many numbers a vector has here, where the native forms are: sums go by that."""
+    lib = library()
+    assert lib is not None
+    return lib.spindle_lanes()
 
 
 def why_not() -> str:

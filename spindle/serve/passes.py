@@ -13,6 +13,7 @@ nothing is known of the order, and each token has a pass of its own.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from typing import TypeVar
@@ -42,12 +43,17 @@ def has_own_bits(model: Model) -> bool:
 
 
 def kernels_of(model: Model) -> str:
-    """Whose code computes a model's passes: a pass has other last bits where it is another's."""
+    """Whose code computes a model's passes, on a CPU for which vectors.
+
+    A pass has other last bits where it is another's, or where sums are taken by other vectors.
+    """
     if model.device.type == "cuda":
         return "torch" if kernels.cuda.compiled(model.device) is None else "cuda"
     if kernels.emulate.enabled():
         return "emulated"
-    return "native" if kernels.rows_are_apart(model.dtype, model.device) else "torch"
+    if kernels.rows_are_apart(model.dtype, model.device):
+        return f"native ({kernels.native.lanes()} lanes of {platform.machine()})"
+    return f"torch ({torch.backends.cpu.get_cpu_capability()} of {platform.machine()})"
 
 
 class Passes:

@@ -667,6 +667,9 @@ const Entry entries[] = {
 
 }  // namespace
 
+// Numbers in a vector: a row that is summed by vectors has other last bits where it is another.
+extern "C" int64_t spindle_lanes() { return LANES; }
+
 // The number by which a program calls an op; -1 if it cannot.
 extern "C" int64_t spindle_number(const char* name) {
   for (const Entry& entry : entries)
