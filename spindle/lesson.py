@@ -455,12 +455,9 @@ def choose(z: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
     """int, the id: temperature, then min-p, top-k, top-p, lower ids first; then the walk to u."""
     p = ((z - z.max()).double() / temperature).softmax(0)  # [V]
     p = p.where(p >= min_p * p.max(), 0)
-    p, order = p.sort(descending=True, stable=True)
-    p[top_k:] = 0
-    p /= p.sum()
-    held = p.cumsum(0) - p  # by the likelier ones
-    p = torch.zeros_like(p).scatter(0, order, p.where(held < top_p, 0))
-    return int((p.cumsum(0) > u * p.sum()).nonzero()[0])
+    p[p.argsort(descending=True, stable=True)[top_k:]] = 0
+    p = nucleus.right(p / p.sum(), top_p)
+    return int((p.cumsum(0) > u).nonzero()[0])
 
 
 @check.exercise("05", inputs=[(3, 2, 0, 4), (3, 2, 4, 1), (3, 0, 4, 2), (1, 0, 7, 1), (5, 2, 9, 3)])
