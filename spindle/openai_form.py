@@ -297,11 +297,11 @@ def error_body(
     if isinstance(error, BodyError):
         param, code = error.param, error.code
     elif isinstance(error, RequestError):
-        param = field_named(str(error))
+        param = _field_named(str(error))
     return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
 
 
-def field_named(message: str) -> str | None:
+def _field_named(message: str) -> str | None:
     """The field that an error begins with, as in "n=5: expected ..."; None: with another word."""
     match = re.match(r"(?:prompt \d+: )?([a-z_]+)[=:]", message)  # of several prompts: of which
     return match[1] if match and match[1] in {*COMPLETION_FIELDS, *CHAT_FIELDS} else None

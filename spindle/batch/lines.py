@@ -38,7 +38,7 @@ class Refused:
 
     number: int
     custom_id: str | None  # None: not even that can be read
-    error: BodyError
+    error: SpindleError
     status_code: int = 400
 
 

@@ -15,7 +15,7 @@ from spindle.errors import NumericsError, SpindleError
 from spindle.interrupts import held_back
 from spindle.model.layers import Model
 from spindle.model.weights import load_hf
-from spindle.openai_form import BodyError, check_numbers, field_named, response
+from spindle.openai_form import check_numbers, response
 from spindle.serve.llm import LLM
 from spindle.serve.outputs import RequestOutput
 from spindle.serve.passes import has_own_bits
@@ -94,12 +94,7 @@ class Desk:
             names = [f"line {task.number}, prompt {index}" for index in range(len(prompts))]
             self._llm.add_all(prompts, params, names)
         except SpindleError as error:
-            why = (
-                error
-                if isinstance(error, BodyError)
-                else BodyError(str(error), field_named(str(error)))
-            )
-            return Refused(task.number, task.custom_id, why)
+            return Refused(task.number, task.custom_id, error)
         self._requests |= dict.fromkeys(names, task)
         self._outputs[task.number] = dict.fromkeys(names)
         return None
@@ -121,7 +116,7 @@ class Desk:
         try:
             check_numbers(outputs)
         except NumericsError as error:
-            return Refused(task.number, task.custom_id, BodyError(str(error)), 500)
+            return Refused(task.number, task.custom_id, error, 500)
         result_id = self._run_with.result_id(task.raw)
         kind = "cmpl-" if task.asked.messages is None else "chatcmpl-"
         assert self._llm.tokenizer is not None
