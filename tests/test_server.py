@@ -27,7 +27,7 @@ from spindle.errors import RequestError
 from spindle.hub import resolve
 from spindle.openai_form import completion_request, token_text
 from spindle.serve.outputs import Completion, Metrics, RequestOutput
-from spindle.server import Options, run, serving
+from spindle.server import Options, Server, run, serving
 from spindle.server.app import Service
 from spindle.server.chunks import Chunks
 from spindle.server.guard import _is_for_loopback
@@ -839,6 +839,15 @@ def test_at_the_end_what_runs_may_end_and_nothing_new_begins(parts, monkeypatch)
         gate.open()
         (wanted,) = engine(parts).generate("A list is", SamplingParams(**GREEDY))
         assert json.dumps(wanted.outputs[0].text) in text_from(connection)
+
+
+def test_a_server_that_has_ended_by_itself_may_be_stopped(parts):
+    server = Server(engine(parts), Options(name=NAME, port=0))
+    thread = server.start()
+    asyncio.run_coroutine_threadsafe(server.drain(), server._loop).result(LONG_S)
+    thread.join(LONG_S)
+    assert not thread.is_alive()
+    server.stop()
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])

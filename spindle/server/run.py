@@ -111,8 +111,8 @@ class Server:
         self._web.should_exit = True
 
     def stop(self) -> None:
-        """Begin to drain, from any thread, unless it has begun."""
-        if not self._told:
+        """Begin to drain, from any thread, unless it has begun, or all is over."""
+        if not self._told and not self._loop.is_closed():
             self._told = True
             asyncio.run_coroutine_threadsafe(self.drain(), self._loop)
 
