@@ -40,6 +40,7 @@ def note(error: str) -> None:
     """Have torchrun say it at the end of what it says of a command that has failed."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is not None:
+        # Torch's own ErrorHandler adds a traceback, and then these words are not shown.
         with suppress(OSError), open(file, "w") as its:
             extra = {"timestamp": str(int(time.time()))}
             json.dump({"message": {"message": error, "extraInfo": extra}}, its)

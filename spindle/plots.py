@@ -14,6 +14,7 @@ import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -263,24 +264,21 @@ def _name_dots(ax: Axes, dots: Sequence[tuple[str, float, float]], colour: str) 
     for label, rows, speed in dots:
         if not label:
             continue
-        text, sides = f"{label}: {_short(speed)}", list[tuple[float, int]]()
-        for number, side in enumerate(_SIDES):
-            note = _note(ax, text, rows, speed, colour, **side)
-            sides.append((_in_the_way(ax, note), number))
-            note.remove()
-        _note(ax, text, rows, speed, colour, **_SIDES[min(sides)[1]])
+        note = partial(_note, ax, f"{label}: {_short(speed)}", rows, speed, colour)
+        note(**min(_SIDES, key=lambda side: _in_the_way(ax, note(**side))))
 
 
 def _in_the_way(ax: Axes, note: Text) -> float:
-    """What a text would cover: other texts and dots, then lines, of which a thin one counts least.
+    """What a text covers: other texts and dots, then lines, of which a thin one counts least.
 
-    Past the edge of the axes is the worst.
+    Past the edge of the axes is the worst. The text is taken away.
     """
     box = note.get_window_extent()
     inside = ax.get_window_extent()
     past = box.x0 < inside.x0 or box.x1 > inside.x1 or box.y0 < inside.y0 or box.y1 > inside.y1
+    note.remove()
     covered = 100.0 * past
-    covered += sum(10 * box.overlaps(o.get_window_extent()) for o in ax.texts if o is not note)
+    covered += sum(10 * box.overlaps(other.get_window_extent()) for other in ax.texts)
     for line in ax.lines:
         if line.get_marker() == "o":
             covered += 10 * box.overlaps(line.get_window_extent())
