@@ -305,7 +305,8 @@ def _whole(name: str, default: int) -> int:
 def _in_words(message: list[int]) -> str:
     kind, first, second = message
     if kind == PASS:
-        return f"a pass over {first} tokens (their checksum is {second:08x})"
+        words = "1 token" if first == 1 else f"{first} tokens"
+        return f"a pass over {words} (checksum {second:08x})"
     return {NUMBER: "a number of rank 0's", TEXT: "a text of rank 0's", END: "its end"}[kind]
 
 

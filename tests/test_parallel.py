@@ -219,7 +219,7 @@ def test_a_rank_that_leaves_the_path_is_not_waited_for(two):
     for name in ("other ids", "other length", "draws a seed", "stops early"):
         assert ends[1][name].startswith("SpindleError: rank 1 came to ") or name == "stops early"
         assert ends[0][name].startswith("SpindleError: rank 1 ended: rank 1 came to ")
-        assert "rank 0 to a pass over 9 tokens (their checksum is " in ends[0][name]
+        assert "rank 0 to a pass over 9 tokens (checksum " in ends[0][name]
     assert "came to a pass over 8 tokens" in ends[1]["other length"]
     assert "came to its end" in ends[0]["stops early"]
     assert "came to a number of rank 0's" in ends[1]["draws a seed"]
