@@ -236,8 +236,8 @@ class Exercise:
         self.__doc__ = right.__doc__
 
     def __call__(self, answer: Callable[..., Any]) -> None:
-        for args in self.inputs:
-            if wrong := self._wrong(answer, args):
+        for n, args in enumerate(self.inputs):
+            if wrong := self._wrong(answer, args, first=n == 0):
                 print(f"not yet: {wrong}")
                 return
         tried = f"{len(self.inputs)} of {len(self.inputs)} inputs"
@@ -248,7 +248,8 @@ class Exercise:
         name = getattr(answer, "__name__", "")
         return name if name.isidentifier() else self.name
 
-    def _wrong(self, answer: Callable[..., Any], args: tuple) -> str:
+    def _wrong(self, answer: Callable[..., Any], args: tuple, first: bool) -> str:
+        """Why this input goes wrong; only on the `first` may a tensor of NaN be an empty stub's."""
         name = self._name_of(answer)
         call = f"{name}({', '.join(_argument(arg) for arg in args)})"
         want = self.right(*_copies(args))
@@ -258,7 +259,7 @@ class Exercise:
             got = None
         except Exception as error:
             return f"{call} raised {type(error).__name__}: {error}"
-        if _is_nothing(got):
+        if got is None or got is ... or (first and _is_unwritten(got)):
             return f"{name} returns nothing so far; it should return {self._task()}"
         difference = _difference(got, want)
         return f"{call} {difference}" if difference else ""
@@ -271,11 +272,11 @@ def _copies(args: tuple) -> list[Any]:
     return copy.deepcopy(list(args))  # an answer may change what it is given
 
 
-def _is_nothing(got: object) -> bool:
-    """None, `...`, or a tensor in which nobody has written."""
-    if isinstance(got, Tensor) and got.is_floating_point() and got.numel():
-        return bool(got.isnan().all())
-    return got is None or got is ...
+def _is_unwritten(got: object) -> bool:
+    """Whether it is a tensor that has the NaN of its making everywhere."""
+    if not isinstance(got, Tensor) or not got.is_floating_point() or not got.numel():
+        return False
+    return bool(got.isnan().all())
 
 
 def _argument(arg: object) -> str:

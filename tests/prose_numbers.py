@@ -123,6 +123,7 @@ GIVEN: dict[str, dict[str, str]] = {
         "269": "538 / 2",
         "56": "269e6 / 4.8e12 * 1e6",
         "33": "32 + 1",
+        "61": "2 * 30 + 1",
         "377": "06_cost_of_a_pass",
     },
     "15_speculation": {
@@ -142,6 +143,7 @@ GIVEN: dict[str, dict[str, str]] = {
         "0.06": "ROW of spindle.decode.pace",
         "256": "REST of spindle.decode.pace",
         "103": "206 / 2",
+        "2.3": "95 / (19 + 92 / 4)",
         "15": "5 * 3",
         "206": "06_cost_of_a_pass",
     },
@@ -150,6 +152,7 @@ GIVEN: dict[str, dict[str, str]] = {
         "1943": "335 + 468 + 1140",
         "3000": "335 + 2665",
         "54": "29e9 / 538e6",
+        "59": "00_tour",
     },
     "A_service": {
         "332": "318 + 14",
@@ -164,5 +167,8 @@ GIVEN: dict[str, dict[str, str]] = {
         "38400": "761_728 - 723_328",
         "116.4": "18_whole_engine",
         "117.7": "18_whole_engine",
+    },
+    "C_emulator": {
+        "4000": "13_cuda_kernels",
     },
 }

@@ -118,8 +118,8 @@ class EngineLoop:
                 raise unavailable(self.trouble)
             if self._answers + answers > self.most:
                 raise busy(
-                    f"{self._answers} answers are on their way, of {self.most} that may be, and "
-                    f"{answers} more do not fit; try again later"
+                    f"{self._answers} answers are on their way, of {self.most} that may be: no "
+                    f"room for {answers} more; try again later"
                 )
 
     def submit(self, reply: Reply) -> None:
