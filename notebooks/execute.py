@@ -149,6 +149,8 @@ def to_text(nb: Notebook) -> str:
         cell.metadata = ({"tags": tags} if tags else {}) | (
             {"jupyter": folded} if folded else {}
         )
+        if "hide-output" in tags:  # JupyterLab would add its older name for it
+            cell.metadata["collapsed"] = True
     return nbformat.writes(nb).rstrip("\n") + "\n"
 
 

@@ -124,7 +124,10 @@ def _told(cell: Cell) -> list[str]:
 def _answered(cell: Cell) -> list[str]:
     """Code above a folded output is read first: it must not have the answer in it."""
     if "hide-input" in cell["metadata"].get("tags", []):
-        return []
+        first = cell["source"].partition("\n")[0]  # JupyterLab shows it
+        return _matches(
+            [(r"\Areveal\(", "an answer that the fold shows")], first
+        )
     return _matches([(_ANSWER, "an answer in code that shows")], cell["source"])
 
 

@@ -291,10 +291,10 @@ def _argument(arg: object) -> str:
 def _difference(got: Any, want: Any) -> str:
     """How `got` differs from `want`, in words; empty if it does not."""
     if isinstance(want, str):
-        return "" if got == want else f"is {want!r}, not {got!r}"
+        return "" if got == want else f"should be {want!r}, not {got!r}"
     if not isinstance(want, Tensor):
         same = _is_number(got) and math.isclose(got, want, rel_tol=1e-9)
-        return "" if same else f"is {_said(want, '')}, not {_said(got, '')}"
+        return "" if same else f"should be {_said(want, '')}, not {_said(got, '')}"
     if not isinstance(got, Tensor):
         return f"should be a tensor {list(want.shape)}, not {type(got).__name__}"
     if got.shape != want.shape:
@@ -308,7 +308,7 @@ def _difference(got: Any, want: Any) -> str:
         return ""
     place = [int(i) for i in (~close).nonzero()[0]]
     at = tuple(place)
-    return f"is {want[at].item():.4g} at {place}, not {got[at].item():.4g}"
+    return f"should be {want[at].item():.4g} at {place}, not {got[at].item():.4g}"
 
 
 class Checks:

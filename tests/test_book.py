@@ -623,6 +623,14 @@ def test_a_name_in_a_table_may_be_broken_between_its_words_only(ext):
     assert ext.names.may_break(page.format(code, code, code)) == page.format(code, broken, broken)
 
 
+def test_a_name_that_is_longer_than_a_line_may_be_broken_anywhere(ext):
+    name = "test_" + "_".join(["word"] * 20)
+    code = f'<code class="a"><span class="pre">{name}</span></code>'
+    broken = code.replace("_word", "_<wbr>word").replace('"a"', '"long a"')
+    for page in ("<p>{}</p>", "<table><tr><td>{}</td></tr></table>"):
+        assert ext.names.may_break(page.format(code)) == page.format(broken)
+
+
 # --- every page in a browser ---------------------------------------------------------------------
 
 BROKEN = {

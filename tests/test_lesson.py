@@ -333,9 +333,9 @@ def test_an_answer_is_called_what_the_reader_calls_it(capsys):
     check.running_sums(sums)
     check.running_sums(lambda x: x)
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == "not yet: my_mask(tensor([2]), 1, 6) is 1 at [0, 0, 3], not 0"
+    assert said[0] == "not yet: my_mask(tensor([2]), 1, 6) should be 1 at [0, 0, 3], not 0"
     assert said[1].startswith("not yet: sums returns nothing so far; it should return float [300]")
-    assert said[2] == "not yet: running_sums(a tensor [300]) is 2 at [1], not 1"
+    assert said[2] == "not yet: running_sums(a tensor [300]) should be 2 at [1], not 1"
 
 
 @pytest.mark.parametrize(("name", "why", "answer"), WRONG, ids=[f"{n}: {w}" for n, w, _ in WRONG])
@@ -800,7 +800,7 @@ def test_the_exercise_of_16_refuses_the_fault_and_other_wrong_answers(capsys):
         return max(0, check.resync.right(stored, text) - 1)
 
     assert verdict(check.resync, shared, capsys).startswith(
-        "not yet: resync([5, 1, 8, 2, 9, 4, 7], [5, 1, 8, 2, 9, 4, 7]) is 6, not 7"
+        "not yet: resync([5, 1, 8, 2, 9, 4, 7], [5, 1, 8, 2, 9, 4, 7]) should be 6, not 7"
     )
     for wrong in (all_but_the_last, never_mind_the_cache, all_over_again, one_less):
         assert verdict(check.resync, wrong, capsys).startswith("not yet: resync([")

@@ -98,7 +98,7 @@ def test_metadata_is_the_least_that_jupyter_needs_and_a_folded_cell_is_folded_ev
     assert nb["metadata"]["kernelspec"]["name"] == "python3"
     assert [cell["metadata"] for cell in nb["cells"]] == [
         {}, {}, {}, {"tags": ["nbval-ignore-output"]},
-        {"tags": ["hide-output"], "jupyter": {"outputs_hidden": True}},
+        {"tags": ["hide-output"], "jupyter": {"outputs_hidden": True}, "collapsed": True},
     ]  # fmt: skip
     assert twice[2][0].endswith("}\n")
 
@@ -323,6 +323,10 @@ REFUSED = {
     ),
     "path in code": (ran(f"open('{at('tmp', 'x')}')"), "an absolute path"),
     "the answer in code": (ran('reveal(guess, "B and D")'), "an answer in code that shows"),
+    "the answer where a fold shows it": (
+        ran('reveal(guess, "B and D")\nassert 1', tags=("hide-input", "hide-output")),
+        "an answer that the fold shows",
+    ),
     "path in text": (markdown(f"see {at('root', 'x')}"), "an absolute path"),
     "windows path": (printed("C:\\Users\\me\n"), "an absolute path"),
     "semicolon": (ran("plt.plot(x);"), "a trailing `;`"),

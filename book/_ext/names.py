@@ -1,4 +1,4 @@
-"""Where a name in a table may be broken on a narrow screen: between its words, nowhere else.
+"""Where a name in a table, or a very long one, may be broken: between its words, nowhere else.
 
 A `<wbr>` is no character, so a name that is copied is the name.
 """
@@ -12,11 +12,18 @@ CELL = re.compile(r"<t[dh]\b.*?</t[dh]>", re.DOTALL)
 CODE = re.compile(r"(<code\b[^>]*>)(.*?)(</code>)", re.DOTALL)
 BETWEEN = re.compile(r"(?<=\w)(?=\.\w)|(?<=_)(?=[a-z])|(?<=[a-z])(?=[A-Z])")
 TAG = re.compile(r"(<[^>]*>|&\w+;)")
+LONG = 60  # characters: more than a line of the text has room for
 
 
 def may_break(body: str) -> str:
-    """The HTML of a page, with a place to break between the words of names in its tables."""
-    return CELL.sub(lambda cell: CODE.sub(_broken, cell[0]), body)
+    """The HTML of a page, with a place to break between the words of such names."""
+    return CELL.sub(lambda cell: CODE.sub(_broken, cell[0]), CODE.sub(_if_long, body))
+
+
+def _if_long(code: re.Match[str]) -> str:
+    if len(TAG.sub("", code[2])) <= LONG:
+        return code[0]
+    return _broken(code).replace('class="', 'class="long ', 1)
 
 
 def _broken(code: re.Match[str]) -> str:

@@ -269,7 +269,8 @@ def of_fibres(turns: Sequence[Any]) -> Drawn:
     parts: list[Panel] = [Timeline(rows, "Threads")]
     if any(turn.memory for turn in turns):
         parts.append(Panel(list(_memory(turns)), 1, "Shared memory", look="chip"))
-    return [f"Turn {n}: {_turn_says(turn, many)}." for n, turn in enumerate(turns)], parts
+    lines = sorted({turn.line for turn in turns if turn.stopped == "at a barrier"})
+    return [f"Turn {n}: {_turn_says(turn, many, lines)}." for n, turn in enumerate(turns)], parts
 
 
 def _did(turn: Any, block: int, thread: int) -> Cell:
@@ -298,8 +299,11 @@ def _memory(turns: Sequence[Any]) -> Iterator[list[Cell]]:
         yield list(cells)
 
 
-def _turn_says(turn: Any, many: bool) -> str:
+def _turn_says(turn: Any, many: bool, barriers: list[int]) -> str:
+    """`barriers`: their lines, for whom a barrier is the first, the second, ... of its kernel."""
     who = f"thread {turn.thread}" + (f" of block {turn.block}" if many else "")
     if turn.stopped == "returned":
         return f"{who} runs to its end"
+    if turn.stopped == "at a barrier":
+        return f"{who} runs, and then waits at barrier {1 + barriers.index(turn.line)}"
     return f"{who} runs, and then waits {turn.stopped} in line {turn.line}"

@@ -77,9 +77,9 @@ class LLM(NoCopies):
     trace: keep the last N plans.
 
     Raises RequestError for what cannot be. An LLM is for one thread at a time, and refuses a
-    second: whoever shares it among several holds a lock. It refuses calls from within its own
-    calls, too (from a signal handler, a drafter), but for `abort`; to be copied or pickled; and a
-    child of fork, where torch's threads are gone.
+    second: whoever shares it among several holds a lock. It also refuses to be called from within
+    its own calls (by a signal handler, a drafter), but for `abort`; to be copied or pickled; and to
+    be used in a child of fork, where torch's threads are gone.
 
     Examples:
 
