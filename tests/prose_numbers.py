@@ -41,7 +41,6 @@ GIVEN: dict[str, dict[str, str]] = {
         "512": "2 ** 9",
     },
     "04_contiguous_cache": {
-        "10000": "03_sampling",
         "1024": "GPT-2's config.json, n_positions",
         "498": "01_gpt2_forward",
     },
