@@ -269,8 +269,8 @@ def of_fibres(turns: Sequence[Any]) -> Drawn:
     parts: list[Panel] = [Timeline(rows, "Threads")]
     if any(turn.memory for turn in turns):
         parts.append(Panel(list(_memory(turns)), 1, "Shared memory", look="chip"))
-    lines = sorted({turn.line for turn in turns if turn.stopped == "at a barrier"})
-    return [f"Turn {n}: {_turn_says(turn, many, lines)}." for n, turn in enumerate(turns)], parts
+    barriers = sorted({turn.line for turn in turns if turn.stopped == "at a barrier"})
+    return [f"Turn {n}: {_turn_says(turn, many, barriers)}." for n, turn in enumerate(turns)], parts
 
 
 def _did(turn: Any, block: int, thread: int) -> Cell:
@@ -300,7 +300,7 @@ def _memory(turns: Sequence[Any]) -> Iterator[list[Cell]]:
 
 
 def _turn_says(turn: Any, many: bool, barriers: list[int]) -> str:
-    """`barriers`: their lines, for whom a barrier is the first, the second, ... of its kernel."""
+    """What a thread did; `barriers`: the lines of all, among which its own has a number."""
     who = f"thread {turn.thread}" + (f" of block {turn.block}" if many else "")
     if turn.stopped == "returned":
         return f"{who} runs to its end"
